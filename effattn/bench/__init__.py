@@ -1,0 +1,1 @@
+"""The experiment runner: study -> cells -> measurements -> records -> figures and report."""
