@@ -84,8 +84,12 @@ class Mask:
 
     @property
     def is_relative(self) -> bool:
-        """Whether the mask depends on the distance between query and key alone."""
+        """Whether the mask depends on the distance between row and key alone."""
         return False
+
+    def place(self, batch: Tensor, row: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and key as the whole problem numbers them; differs from ``row, key`` in a ``Taken`` mask only."""
+        return row, key
 
     def leaves(self) -> Iterator[Mask]:
         """Every mask in the tree that is not a join."""
@@ -231,8 +235,7 @@ class _HoldsTensor(Mask):
 
     def __repr__(self) -> str:
         tensor = getattr(self, self._field)
-        what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        return f"{type(self).__name__}({what if isinstance(tensor, Tensor) else tensor!r})"
+        return f"{type(self).__name__}({str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)})"
 
     def _check_batch_and_keys(self, batch_size: int, key_len: int) -> None:
         tensor = getattr(self, self._field)
@@ -439,7 +442,7 @@ class Dense(_HoldsTensor):
 class Taken(Mask):
     """``mask`` seen from a selection of its rows and keys: row ``i`` here is row ``rows[i]`` there.
 
-    ``rows`` and ``keys`` are a ``slice`` with start and step, an index tensor ``[batch, n]`` in which -1 stands
+    ``rows`` and ``keys`` are a ``slice`` with start and step, an index tensor ``[batch or 1, n]`` in which -1 stands
     for nothing, or None for all. This is how a backend works on a part of a problem (every d-th position, the
     global tokens) without writing its mask anew. ``query_offset`` stays that of the whole problem.
     """
@@ -449,13 +452,16 @@ class Taken(Mask):
     keys: slice | Tensor | None = None
 
     def allows(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, query_offset: int) -> Tensor:
-        row, row_exists = _take(self.rows, batch, row)
-        key, key_exists = _take(self.keys, batch, key)
-        allowed = self.mask.allows(batch, head, row, key, query_offset)
-        for exists in (row_exists, key_exists):
-            if exists is not None:
-                allowed = allowed & exists
-        return allowed
+        row, key = self.place(batch, row, key)
+        return self.mask.allows(batch, head, row.clamp(min=0), key.clamp(min=0), query_offset) & ((row >= 0) & (key >= 0))
+
+    def place(self, batch: Tensor, row: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return _take(self.rows, batch, row), _take(self.keys, batch, key)
+
+    @property
+    def is_relative(self) -> bool:
+        by_index = isinstance(self.rows, Tensor) or isinstance(self.keys, Tensor)
+        return not by_index and _affine(self.rows)[1] == _affine(self.keys)[1] and self.mask.is_relative
 
     def coverage(self, rows: Range, keys: Range, query_offset: int) -> Coverage:
         if isinstance(self.rows, Tensor) or isinstance(self.keys, Tensor):
@@ -594,14 +600,11 @@ def _join(kind: Any, left: Mask, right: Mask, neutral: type[Mask] | None = None)
     return masks[0] if len(masks) == 1 else kind(tuple(masks))
 
 
-def _take(selection: slice | Tensor | None, batch: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
-    if selection is None:
-        return index, None
-    if isinstance(selection, slice):
-        start, step = _affine(selection)
-        return index * step + start, None
-    taken = selection[batch, index]
-    return taken.clamp(min=0), taken >= 0
+def _take(selection: slice | Tensor | None, batch: Tensor, index: Tensor) -> Tensor:
+    if isinstance(selection, Tensor):
+        return selection[_broadcast_index(batch, selection.shape[0]), index]
+    start, step = _affine(selection)
+    return index * step + start
 
 
 def _affine(selection: slice | None) -> tuple[int, int]:

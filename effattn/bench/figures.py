@@ -1,20 +1,20 @@
 """Figures from records: time, memory and error against length, and error against time.
 
-Every figure shows one study on one machine under one set of conditions (dtype, device, mask, input, shape); where
-the records hold several, each set gets files of its own, named by what differs. A cell that failed leaves a gap
-with an x at the top edge, a value that a logarithmic axis cannot show (an exact backend's error, 0) is named in
-the legend, and a backend has the same colour and marker in every figure of every study. Lines are drawn with
-matplotlib: seaborn's own line plots drop missing points and join across the gap. The files hold no time stamp, so
-equal records give equal bytes.
+Every figure shows one study on one machine under one set of conditions (dtype, device, mask, input, shape);
+where the records hold several, each set gets files of its own, named by what differs. A cell that failed
+leaves a gap with an x at the top edge, a value that a logarithmic axis cannot show (an exact backend's
+error, 0) is named in the legend, and a backend has the same colour in every figure of every study. Lines
+are drawn with matplotlib, since seaborn's own line plots drop missing points and join across the gap. The
+files hold no time stamp: equal records give equal bytes.
 """
 
-import colorsys
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -25,7 +25,8 @@ from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 CONDITIONS = (
     "study", "machine", "input", "dtype", "mask", "device",
@@ -42,14 +43,22 @@ MEASURES = (
 IDENTITY = (*CONDITIONS, "backend", "seq_len", "pass", "seed", "status", "reason", "impl")
 
 CAPTIONS = {
-    "time_vs_length": "Time of one call: median, and the band from the 20th to the 80th percentile of the repeats.",
+    "time_vs_length": (
+        "Time of one call: the median of the repeats, and the band from their 20th to their 80th percentile."
+    ),
     "memory_vs_length": "Peak memory above what was allocated before the call.",
-    "error_vs_length": "Approximation error: dense attention over the keys that the backend chose, against full "
-    "attention. Dashed: the least error that any choice of as many keys could have.",
-    "implementation_error_vs_length": "Implementation error: the backend against dense attention over the keys that "
-    "it chose. Dashed: the spacing of the dtype's numbers at 1.",
-    "error_vs_time": "What the error buys: approximation error against time, at the longest lengths. "
-    "Exact backends stand in the strip below, at their time.",
+    "error_vs_length": (
+        "Approximation error: dense attention over the keys that the backend chose, against full attention. "
+        "Dashed: the least error that any choice of as many keys could have."
+    ),
+    "implementation_error_vs_length": (
+        "Implementation error: the backend against dense attention over the keys that it chose. "
+        "Dashed: the machine epsilon of the dtype."
+    ),
+    "error_vs_time": (
+        "What time buys: approximation error against the time of one call, at the shortest, a middle and the "
+        "longest length. Exact backends stand in the strip below, and lead upwards from their time."
+    ),
 }
 
 # Okabe and Ito's palette, distinguishable with any colour vision. Known backends have a fixed place in it.
@@ -59,28 +68,38 @@ _KNOWN = {
     "chunked": ("#56b4e9", "D"),
     "sliding_window": ("#d55e00", "^"),
     "lsh": ("#009e73", "v"),
-    "xformers": ("#cc79a7", "P"),
-    "flex": ("#e69f00", "X"),
+    "xformers": ("#cc79a7", "<"),
+    "flex": ("#e69f00", "p"),
 }
 # The others draw theirs by name from those of Paul Tol's muted palette that stay clear of the known ones.
 _OTHER_COLORS = ("#332288", "#882255", "#44aa99", "#999933", "#aa4466", "#aa4499")
-_MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "h", "p")
+_MARKERS = ("o", "s", "D", "^", "v", "<", "p", ">", "h", "*")
 
 _RC = {
     **sns.axes_style("ticks"),
     **sns.plotting_context("paper", font_scale=0.9),
+    "axes.spines.right": False,
+    "axes.spines.top": False,
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same letters on every machine
     "axes.linewidth": 0.8,
     "axes.titlesize": 8.5,
+    "axes.xmargin": 0.08,
+    "axes.ymargin": 0.08,
     "figure.titlesize": 9,
     "lines.linewidth": 1.4,
     "lines.markersize": 4.5,
+    "lines.markeredgecolor": "white",
+    "lines.markeredgewidth": 0.5,
     "legend.frameon": False,
     "pdf.fonttype": 42,
 }
 _GREY = "#666666"
-_ROW_HEIGHT = 0.06  # of the axes: one row of marks at the top edge
+_DASHES = (0, (4, 2))
+_ROW_HEIGHT = 0.07  # of the axes: one row of failure marks at the top edge
+_STRIP_HEIGHT = 0.08  # of the axes: one exact backend below the error axis
+_TRADE_OFF_LENGTHS = 3
+_LEGEND_LINE_INCHES = 0.15
 
 
 @dataclass(frozen=True)
@@ -93,24 +112,32 @@ class Style:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: a column of the records against length, with its band and its floor."""
+    """One pair of axes: a measure against length, with its band, its floor by backend and a level for all."""
 
     title: str
     rows: pd.DataFrame
     measure: str
     band: tuple[str, str] | None = None
     floor: str | None = None
+    level: float | None = None
+
+    def cells(self, zeros: str) -> pd.DataFrame:
+        """Every cell of the panel with its `state`: empty where it is drawn, else why it cannot be."""
+        value, status = self.rows[self.measure], self.rows["status"].map(lambda word: word.replace("_", " "))
+        state = pd.Series("", index=self.rows.index).mask(value == 0, zeros).mask(np.isinf(value), "infinite")
+        state = state.mask(value.isna(), "not measured").mask(status != "ok", status)
+        return self.rows[["backend", "seq_len", "status"]].assign(panel=self.title, state=state)
 
 
 def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
     """Draw every figure that the records allow, as PNG (200 dpi) and PDF.
 
     Args:
-        records: one row per cell, with the fields of `records.jsonl`; fields may be absent, and so may all rows.
+        records: one row per cell, with the fields of `records.jsonl`; fields and rows may be absent.
         out: the folder to write to; made when missing.
 
     Returns:
-        The paths written, a figure's PNG before its PDF. A figure without data is written too and says why.
+        The paths written, each PNG before its PDF. A figure without data is written too, and says why.
     """
     out.mkdir(parents=True, exist_ok=True)
     frame = tidy(records)
@@ -139,12 +166,13 @@ def caption(path: Path) -> str:
 def tidy(records: pd.DataFrame) -> pd.DataFrame:
     """Records as tables and figures read them.
 
-    Every column of `IDENTITY` and `MEASURES` is there, empty where the records have none. Added are `time_ms`,
-    `time_ms_p20` and `time_ms_p80` (of the whole pass: forward and backward together where both were run; the
-    sum of two percentiles bounds the percentile of the sum) and `peak_memory_mib`. What a failed cell measured
-    before it failed is left out: half a pass is no measurement.
+    Every column of `IDENTITY` and `MEASURES` is there, empty where the records have none. Added are the
+    time of the whole pass, `time_ms`, `time_ms_p20` and `time_ms_p80` (those of forward and backward summed
+    where both were run), and `peak_memory_mib`. What a failed cell measured before it failed is left out:
+    half a pass is no measurement.
     """
     frame = records.reindex(columns=list(dict.fromkeys([*records.columns, *IDENTITY, *MEASURES])))
+    frame["status"] = frame["status"].astype(object).where(frame["status"].notna(), "no status")
     measures = frame[list(MEASURES)].astype(float)
     frame[list(MEASURES)] = measures.where(frame["status"] == "ok")
     both = frame["pass"] == "forward_backward"
@@ -158,14 +186,14 @@ def tidy(records: pd.DataFrame) -> pd.DataFrame:
 def styles(backends: Iterable[str]) -> dict[str, Style]:
     """A look for each backend spec, in the order of legends and tables.
 
-    The hue comes from the backend's name alone. Of several parameterisations of one backend the first keeps the
-    full colour and the others grow lighter, each with a marker of its own.
+    The hue comes from the backend's name alone. Of several parameterisations of one backend the first keeps
+    the full colour and the others grow lighter, each with a marker of its own.
     """
     specs: dict[str, list[str]] = {}
     for spec in sorted(set(backends), key=_backend_order):
         specs.setdefault(backend_name(spec), []).append(spec)
     return {
-        spec: Style(_lighter(color, 0.6 * i / max(1, len(group) - 1)), _MARKERS[(first + i) % len(_MARKERS)])
+        spec: Style(_lighter(color, 0.5 * i / max(1, len(group) - 1)), _MARKERS[(first + i) % len(_MARKERS)])
         for name, group in specs.items()
         for color, first in [_look(name)]
         for i, spec in enumerate(group)
@@ -197,15 +225,19 @@ def length_label(seq_len: float) -> str:
 
 
 def conditions_title(rows: pd.DataFrame) -> tuple[str, str]:
-    """Two lines on rows of one set of conditions: study, machine and input; then dtype, mask, device and shape."""
+    """Two lines on rows of equal conditions: study, machine and input; then dtype, mask, device and shape.
+
+    Lines wrap between the items, not within them.
+    """
     known = {column: rows[column].iloc[0] for column in CONDITIONS if rows[column].notna().any()}
     words = {
         "input": "{} input", "mask": "{} mask", "batch_size": "batch {:g}", "num_heads": "{:g} heads",
-        "num_kv_heads": "{:g} key heads", "head_dim": "head_dim {:g}",
+        "num_kv_heads": "{:g} key/value heads", "head_dim": "head_dim {:g}",
     }  # fmt: skip
 
     def line(columns: tuple[str, ...]) -> str:
-        return " · ".join(words.get(column, "{}").format(known[column]) for column in columns if column in known)
+        said = [words.get(column, "{}").format(known[column]) for column in columns if column in known]
+        return " · ".join(item.replace("none mask", "no mask").replace(" ", "\u00a0") for item in said)
 
     return line(CONDITIONS[:3]), line(CONDITIONS[3:])
 
@@ -226,7 +258,7 @@ def _by_conditions(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _time_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     band = ("time_ms_p20", "time_ms_p80")
-    panels = [Panel(pass_title(p), rows[rows["pass"] == p], "time_ms", band) for p in passes(rows)]
+    panels = [Panel(pass_title(p), rows[rows["pass"] == p], "time_ms", band=band) for p in passes(rows)]
     return _against_length(rows, panels, style, "time of one call (ms)")
 
 
@@ -236,30 +268,327 @@ def _memory_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
 
 
 def _error_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
-    panels = _error_panels(rows, "approximation")
-    return _against_length(rows, panels, style, "approximation error\n(relative L2)", zeros="exact, error 0")
+    panels = _error_panels(rows, "approximation", floor="oracle_rel_l2")
+    return _against_length(rows, panels, style, "approximation error\n(relative L2)", zeros="exact (error 0)")
 
 
 def _implementation_error_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
-    panels = _error_panels(rows, "implementation")
-    figure = _against_length(rows, panels, style, "implementation error\n(relative L2)")
-    if (epsilon := _epsilon(rows["dtype"])) is not None:
-        for ax in figure.axes:
-            ax.axhline(epsilon, color=_GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    return figure
+    panels = _error_panels(rows, "implementation", level=_epsilon(rows["dtype"]))
+    return _against_length(rows, panels, style, "implementation error\n(relative L2)")
 
 
-def _error_panels(rows: pd.DataFrame, kind: str) -> list[Panel]:
-    """The output's error from the forward pass, the gradients' from the backward pass."""
-    measure, floor = f"{kind}_rel_l2", "oracle_rel_l2" if kind == "approximation" else None
+def _error_panels(
+    rows: pd.DataFrame, kind: str, *, floor: str | None = None, level: float | None = None
+) -> list[Panel]:
+    """The output's error from the pass that runs forward, the gradients' from the one that runs both ways."""
     panels = []
     for name in passes(rows):
         of_pass = rows[rows["pass"] == name]
-        if name != "forward_backward":
-            title = "output" if name == "forward" else f"output, {pass_title(name)}"
-            panels.append(Panel(title, of_pass, measure, floor=floor))
-            continue
-        if "forward" not in set(rows["pass"]):
-            panels.append(Panel("output", of_pass, measure, floor=floor))
-        panels.append(Panel("gradients", of_pass, f"grad_{measure}"))
+        if name != "forward_backward" or "forward" not in set(rows["pass"]):
+            title = "output of one decoding step" if name == "decode" else "output"
+            panels.append(Panel(title, of_pass, f"{kind}_rel_l2", floor=floor, level=level))
+        if name == "forward_backward":
+            panels.append(Panel("gradients", of_pass, f"grad_{kind}_rel_l2", level=level))
     return panels
+
+
+def _epsilon(dtypes: pd.Series) -> float | None:
+    """The spacing of numbers at 1 in the dtype of a figure; None where the records do not name it."""
+    import torch
+
+    return torch.finfo(getattr(torch, dtypes.iloc[0])).eps if dtypes.notna().any() else None
+
+
+def _against_length(
+    rows: pd.DataFrame,
+    panels: list[Panel],
+    style: dict[str, Style],
+    ylabel: str,
+    *,
+    base: int = 10,
+    zeros: str = "exactly 0",
+) -> Figure:
+    """Panels side by side over one vertical axis, and a legend that accounts for every backend."""
+    panels = panels or [Panel("", rows, "time_ms")]
+    cells = [panel.cells(zeros) for panel in panels]
+    broken = [name for name in style if any(_is_broken(of_panel, name) for of_panel in cells)]
+    figure = Figure(figsize=(2.7 * len(panels) + 2.1, 2.9), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, panel in zip(axes, panels, strict=True):
+        ax.set(title=panel.title, xscale="log", yscale="log")
+        for name, look in style.items():
+            _draw_lines(ax, panel, name, look)
+        if panel.level is not None:
+            ax.axhline(panel.level, color=_GREY, linewidth=0.8, linestyle=_DASHES, zorder=0)
+        _length_axis(ax, panel.rows["seq_len"])
+    _log_axis([ax.yaxis for ax in axes], base, top=len(broken) * _ROW_HEIGHT)
+    for ax, of_panel in zip(axes, cells, strict=True):
+        for i, name in enumerate(broken):
+            if _is_broken(of_panel, name):
+                failed = of_panel[(of_panel["backend"] == name) & (of_panel["status"] != "ok")]
+                height, across = 1 - (i + 0.5) * _ROW_HEIGHT, ax.get_xaxis_transform()
+                ax.plot(failed["seq_len"], [height] * len(failed), transform=across, **_failure(style[name]))
+        _say_no_data(ax, of_panel["state"])
+    axes[0].set_ylabel(ylabel)
+    figure.supxlabel("sequence length (tokens)", fontsize=mpl.rcParams["axes.labelsize"])
+    dashed = []
+    if any(panel.floor and _drawable(panel.rows[panel.floor]).any() for panel in panels):
+        dashed.append("oracle: best choice of as many keys")
+    if panels[0].level is not None:
+        dashed.append(f"machine epsilon of {rows['dtype'].iloc[0]}")
+    _add_title(figure, rows)
+    _add_legend(figure, pd.concat(cells), style, dashed)
+    return figure
+
+
+def _is_broken(cells: pd.DataFrame, name: str) -> bool:
+    """Whether a backend is drawn in a panel, but not at every length because some cells failed."""
+    of_backend = cells[cells["backend"] == name]
+    return bool((of_backend["state"] == "").any() and (of_backend["status"] != "ok").any())
+
+
+def _draw_lines(ax: Axes, panel: Panel, name: str, look: Style) -> None:
+    """One backend over every length of the panel, open where it has no value; of seeds, the median."""
+    lengths = np.sort(panel.rows["seq_len"].dropna().unique())
+    by_length = panel.rows[panel.rows["backend"] == name].groupby("seq_len")
+
+    def at_lengths(column: str, statistic: str = "median") -> pd.Series:
+        values = by_length[column].agg(statistic).reindex(lengths)
+        return values.where(_drawable(values))
+
+    ax.plot(lengths, at_lengths(panel.measure), color=look.color, marker=look.marker, label=name)
+    if panel.band:
+        low, high = at_lengths(panel.band[0], "min"), at_lengths(panel.band[1], "max")
+        ax.fill_between(lengths, low, high, color=look.color, alpha=0.2, linewidth=0)
+    if panel.floor:
+        ax.plot(lengths, at_lengths(panel.floor), color=look.color, linestyle=_DASHES, linewidth=1)
+
+
+def _trade_off_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
+    """A column a length, a row a pass: error against time, and backends without error in a strip below."""
+    backward = rows["pass"] == "forward_backward"
+    error = rows["approximation_rel_l2"].mask(backward, rows["grad_approximation_rel_l2"])
+    known_time = rows["time_ms"].where(error.notna()).mask(np.isinf(error), np.inf)
+    rows = rows.assign(error=error, time_if_error=known_time)
+    lengths = _spread(rows.loc[_drawable(known_time), "seq_len"], _TRADE_OFF_LENGTHS)
+    shown = rows[rows["seq_len"].isin(lengths)] if lengths else rows
+    panels = [Panel(pass_title(p), shown[shown["pass"] == p], "time_if_error") for p in passes(shown)]
+    if not lengths:
+        return _against_length(rows, panels, style, "approximation error against time")
+
+    exact = [name for name in style if (shown.loc[shown["backend"] == name, "error"] == 0).any()]
+    figure = Figure(figsize=(1.75 * len(lengths) + 2.4, 2.0 * len(panels) + 0.9), layout="constrained")
+    axes = figure.subplots(len(panels), len(lengths), sharex="col", sharey="row", squeeze=False)
+    for line, panel in zip(axes, panels, strict=True):
+        for ax, seq_len in zip(line, lengths, strict=True):
+            at_length = panel.rows[panel.rows["seq_len"] == seq_len]
+            ax.set(xscale="log", yscale="log")
+            _draw_trade_off(ax, at_length, style, exact)
+            _say_no_data(ax, Panel("", at_length, "error").cells("exact")["state"])
+        _log_axis([ax.yaxis for ax in line], 10, bottom=len(exact) * _STRIP_HEIGHT, below="exact")
+        what = "gradient error" if panel.title == PASSES["forward_backward"] else "output error"
+        line[0].set_ylabel(f"{what}\n({panel.title})")
+    for column, seq_len in zip(axes.T, lengths, strict=True):
+        column[0].set_title(f"{length_label(seq_len)} tokens")
+        _log_axis([ax.xaxis for ax in column], 10)
+    figure.supxlabel("time of one call (ms)", fontsize=mpl.rcParams["axes.labelsize"])
+    _add_title(figure, rows)
+    _add_legend(figure, pd.concat([panel.cells("") for panel in panels]), style)
+    return figure
+
+
+def _draw_trade_off(ax: Axes, rows: pd.DataFrame, style: dict[str, Style], exact: list[str]) -> None:
+    """The backends at one length and pass; variants of one backend joined by a thin line in order of time."""
+    columns = ["error", "time_ms", "time_ms_p20", "time_ms_p80"]
+    rows = rows[_drawable(rows["time_if_error"])]
+    points = (
+        rows.groupby("backend")[columns]
+        .median()
+        .reindex([name for name in style if name in set(rows["backend"])])
+    )
+    for name, point in points.iterrows():
+        look, time = style[str(name)], point["time_ms"]
+        height, transform = point["error"], ax.transData
+        if point["error"] == 0:
+            height, transform = (exact.index(str(name)) + 0.5) * _STRIP_HEIGHT, ax.get_xaxis_transform()
+            ax.axvline(time, color=look.color, linewidth=0.8, alpha=0.35, zorder=0)
+        spread = [[time - point["time_ms_p20"]], [point["time_ms_p80"] - time]]
+        ax.errorbar(
+            [time], [height], xerr=spread, transform=transform, color=look.color, marker=look.marker,
+            linestyle="none", elinewidth=1,
+        )  # fmt: skip
+    inexact = points[points["error"] > 0].sort_values("time_ms")
+    for name, family in inexact.groupby(inexact.index.map(backend_name)):
+        ax.plot(
+            family["time_ms"], family["error"], color=_look(str(name))[0], linewidth=0.8, alpha=0.5, zorder=1
+        )
+    height = len(exact) * _STRIP_HEIGHT
+    ax.add_patch(Rectangle((0, 0), 1, height, transform=ax.transAxes, color="0.95", zorder=-1))
+
+
+def _add_title(figure: Figure, rows: pd.DataFrame) -> None:
+    width, seeds = int(15 * figure.get_figwidth()), rows["seed"].nunique()
+    title = "\n".join(textwrap.fill(line, width) for line in conditions_title(rows) if line)
+    figure.suptitle(title + (f" · median of {seeds} seeds" if seeds > 1 else ""), x=0.01, ha="left")
+
+
+def _add_legend(
+    figure: Figure, cells: pd.DataFrame, style: dict[str, Style], dashed: Iterable[str] = ()
+) -> None:
+    """Every backend: with its line, and under each reason why cells of it have none."""
+
+    def members(state: str) -> Iterator[tuple[str, Style, pd.DataFrame]]:
+        for name, look in style.items():
+            chosen = cells[(cells["backend"] == name) & (cells["state"] == state)]
+            if len(chosen):
+                yield name, look, chosen
+
+    entries = [(Line2D([], [], color=look.color, marker=look.marker), name) for name, look, _ in members("")]
+    entries += [(Line2D([], [], color=_GREY, linewidth=1, linestyle=_DASHES), label) for label in dashed]
+    headings = sorted(set(cells["state"]) - {""})
+    for heading in headings:
+        entries.append((Line2D([], [], linestyle="none"), heading))
+        for name, look, chosen in members(heading):
+            ran = (chosen["status"] == "ok").all()
+            among = cells[(cells["backend"] == name) & ((cells["status"] == "ok") | (not ran))]
+            mark = (
+                {"linestyle": "none", "color": look.color, "marker": look.marker} if ran else _failure(look)
+            )
+            entries.append((Line2D([], [], **mark), name + _where(among, chosen)))
+    if entries:
+        labels = [textwrap.fill(label, 34) for _, label in entries]
+        lines = sum(1 + label.count("\n") for label in labels)
+        figure.set_figheight(max(figure.get_figheight(), _LEGEND_LINE_INCHES * (lines + 2)))
+        legend = figure.legend(
+            [handle for handle, _ in entries], labels, loc="outside right center", fontsize=7
+        )
+        for text in legend.get_texts():
+            if text.get_text() in headings:
+                text.set(color=_GREY, style="italic")
+
+
+def _failure(look: Style) -> dict[str, Any]:
+    """The mark of a cell that failed."""
+    return {"linestyle": "none", "marker": "x", "markeredgewidth": 1.3, "markeredgecolor": look.color}
+
+
+def _where(cells: pd.DataFrame, chosen: pd.DataFrame) -> str:
+    """Which of one backend's cells were chosen: ` at 4k`, ` from 4k (forward)`; nothing to say of all."""
+    if len(chosen) == len(cells):
+        return ""
+    spans = {}
+    for panel, rows in chosen.groupby("panel", sort=False):
+        every = sorted(cells.loc[cells["panel"] == panel, "seq_len"].unique())
+        lengths = sorted(rows["seq_len"].unique())
+        if lengths == every:
+            spans[panel] = ""
+        elif len(lengths) > 1 and lengths == every[-len(lengths) :]:
+            spans[panel] = f" from {length_label(lengths[0])}"
+        else:
+            spans[panel] = " at " + ", ".join(map(length_label, lengths))
+    if len(set(spans.values())) == 1 and len(spans) == cells["panel"].nunique():
+        return next(iter(spans.values()))
+    return ",".join(f"{span} ({panel})" for panel, span in spans.items())
+
+
+def _say_no_data(ax: Axes, states: pd.Series) -> None:
+    """Where nothing is drawn, why."""
+    if (states == "").any():
+        return
+    why = ", ".join(f"{count} {state}" for state, count in states.value_counts().items()) or "no cell was run"
+    ax.text(
+        0.5, 0.5, textwrap.fill(f"no data: {why}", 28), transform=ax.transAxes,
+        ha="center", va="center", color=_GREY, fontsize=8,
+    )  # fmt: skip
+
+
+def _drawable(values: pd.Series) -> pd.Series:
+    """What a logarithmic axis can show."""
+    return np.isfinite(values) & (values > 0)
+
+
+def _length_axis(ax: Axes, lengths: pd.Series) -> None:
+    """Half an octave of margin, and the lengths that were measured as ticks, eight at most."""
+    distinct = np.sort(lengths.dropna().unique())
+    ticks = distinct[:: len(distinct) // 9 + 1]
+    ax.set_xticks(ticks, [length_label(seq_len) for seq_len in ticks])
+    ax.set_xticks([], minor=True)
+    if len(distinct):
+        ax.set_xlim(distinct[0] / 2**0.5, distinct[-1] * 2**0.5)
+
+
+def _log_axis(
+    shared: Sequence[Axis], base: int, *, top: float = 0.0, bottom: float = 0.0, below: str = ""
+) -> None:
+    """Plain numbers as ticks where the data are, and fractions of the axis clear above and `below` them."""
+    axis = shared[0]
+    low, high = axis.get_view_interval()
+    if high < 1.2 * low:  # a single value, or as good as one
+        low, high = low / 2, high * 2
+    octaves = np.log2(high / low) / (1 - bottom - top)
+    limits = low / 2 ** (octaves * bottom), high * 2 ** (octaves * top)
+    ticks = {}
+    if any(np.isfinite(each.get_data_interval()).all() for each in shared):
+        ticks = {tick: _number(tick) for tick in _log_ticks(low, high, base)}
+    if bottom:
+        ticks[(limits[0] * low) ** 0.5] = below
+    axis.set_ticks([], minor=True)
+    axis.set_ticks(list(ticks), list(ticks.values()))
+    axis.axes.set(**{"xlim" if axis is axis.axes.xaxis else "ylim": limits})
+
+
+def _log_ticks(low: float, high: float, base: int) -> list[float]:
+    """At most about eight: powers of the base, with 3, or 2 and 5, between tens where those are few."""
+    if high / low < 5:
+        ticks = np.asarray(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]).tick_values(low, high))
+    else:
+        powers = np.arange(np.floor(np.log(low) / np.log(base)), np.ceil(np.log(high) / np.log(base)) + 1)
+        between = [1] if base == 2 or high / low > 1000 else [1, 3] if high / low > 12 else [1, 2, 5]
+        ticks = np.outer(float(base) ** powers[:: len(powers) // 10 + 1], between).ravel()
+    return [float(tick) for tick in ticks if low <= tick <= high]
+
+
+def _number(value: float) -> str:
+    """1,000 and 0.05 in full, 10k and 2e-7 in short."""
+    if value >= 10_000 and value % 1000 == 0:
+        return f"{value / 1000:,.6g}k"
+    if value >= 1e-4:
+        return f"{value:,.6g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _spread(lengths: pd.Series, count: int) -> list[float]:
+    """At most `count` of the distinct lengths, evenly spread from the shortest to the longest."""
+    distinct = np.sort(lengths.unique())
+    if len(distinct) <= count:
+        return distinct.tolist()
+    return distinct[np.linspace(0, len(distinct) - 1, count).round().astype(int)].tolist()
+
+
+def _look(name: str) -> tuple[str, int]:
+    """Colour, and index of the first marker, of a backend's name."""
+    if name in _KNOWN:
+        color, marker = _KNOWN[name]
+        return color, _MARKERS.index(marker)
+    number = zlib.crc32(name.encode())  # unlike hash(), the same in every process
+    return _OTHER_COLORS[number % len(_OTHER_COLORS)], number // len(_OTHER_COLORS) % len(_MARKERS)
+
+
+def _lighter(color: str, amount: float) -> tuple[float, float, float]:
+    """A colour mixed with white; 0 leaves it."""
+    red, green, blue = (channel + (1 - channel) * amount for channel in to_rgb(color))
+    return red, green, blue
+
+
+def _backend_order(spec: str) -> tuple[int, str, list[str | int]]:
+    """Known names first and in their order, then by name, then by the numbers among the parameters."""
+    name = backend_name(spec)
+    rank = list(_KNOWN).index(name) if name in _KNOWN else len(_KNOWN)
+    return rank, name, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", spec)]
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    stamps = {".png": ("Software",), ".pdf": ("Creator", "Producer", "CreationDate")}[path.suffix]
+    figure.savefig(path, dpi=200, metadata=dict.fromkeys(stamps))
+    return path

@@ -1,0 +1,168 @@
+"""Longformer's attention: an exact band per token, plus global tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backend import Backend, register
+from ..dropout import draw_seed
+from ..kernels.merge import merge
+from ..kernels.tiles import Problem, tiled_attention
+from ..masks import Global, Mask, Padding, Taken, Window
+
+Selection = slice | Tensor | None
+
+
+@register
+@dataclass(frozen=True)
+class SlidingWindow(Backend):
+    """Longformer's sliding window: an exact band per token, plus global tokens.
+
+    Beltagy, Peters & Cohan 2020, "Longformer", section 3.1. A query sees itself, ``left`` keys before it and
+    ``right`` after it, at distances that are multiples of ``dilation``; ``None`` means unbounded. The
+    ``global_tokens`` see everything and are seen by everything: positions that hold for every batch row, or one
+    tuple of positions a row, or a bool tensor ``[batch, key_len]`` (kept as such tuples). Positions past the
+    sequence are left out, so a field may name 16 sinks and serve 4 tokens too. Unlike Longformer's own layer,
+    one set of projections serves both kinds of attention here. Time and memory O(n (left + right + globals)).
+    """
+
+    name = "sliding_window"
+    left: int | None = 256
+    right: int | None = 256
+    dilation: int = 1
+    global_tokens: tuple[int, ...] | tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        self._require_int("left", 0, optional=True)
+        self._require_int("right", 0, optional=True)
+        self._require_int("dilation", 1)
+        tokens: Any = self.global_tokens
+        if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool:
+            tokens = [row.nonzero()[:, 0].tolist() for row in tokens]
+        is_sequence = isinstance(tokens, tuple | list)
+        self._require(is_sequence, "global_tokens", "positions, one tuple of them a batch row, or bool [batch, key_len]")
+        per_row = any(isinstance(row, tuple | list) for row in tokens)
+        rows = tokens if per_row else [tokens]
+        fits = all(
+            isinstance(row, tuple | list) and all(type(token) is int and token >= 0 for token in row) for row in rows
+        )
+        self._require(fits, "global_tokens", "positions >= 0, or one tuple of them a batch row")
+        kept = tuple(tuple(sorted(set(row))) for row in rows)
+        object.__setattr__(self, "global_tokens", kept if per_row else kept[0])
+
+    def resolve(self, request: object) -> str:
+        return "tiles"
+
+    def pattern(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> Mask:
+        band: Mask = Window(self.left, self.right, self.dilation)
+        is_global = self._is_global(key)
+        return mask & (band if is_global is None else band | Global(is_global))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask,
+        bias: Tensor | None,
+        scale: float,
+        dropout_p: float,
+        query_offset: int,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        seed = draw_seed() if dropout_p else 0
+        if bias is not None:
+            bias = bias.expand(*query.shape[:3], key.shape[2])
+
+        def part(inner: Mask, rows: Selection, keys: Selection, need_lse: bool) -> tuple[Tensor, Tensor]:
+            """Attention of some rows over some keys, under the mask as the whole problem states it."""
+            whole = rows is None and keys is None
+            return tiled_attention(
+                _take(query, 2, rows),
+                _take(key, 2, keys),
+                _take(value, 2, keys),
+                Problem(inner if whole else Taken(inner, rows, keys), scale, query_offset, dropout_p, seed),
+                bias=None if bias is None else _take(_take(bias, 2, rows), 3, keys),
+                need_lse=need_lse,
+            )
+
+        band = mask & Window(self.left, self.right, self.dilation)
+        is_global = self._is_global(key)
+        if is_global is None:
+            output, lse = self._band(part, band, query, value.shape[3], query_offset, return_lse)
+            return output, lse if return_lse else None
+
+        # Each pair once: the band without the global keys, the global keys, then the rows of global queries whole.
+        band = band & Padding(~is_global)
+        keys = _positions(is_global)
+        local = self._band(part, band, query, value.shape[3], query_offset, True)
+        output, lse = merge([local, part(mask, None, keys, True)])
+        rows = torch.where((keys >= query_offset) & (keys < query_offset + query.shape[2]), keys - query_offset, -1)
+        if bool((rows >= 0).any()):
+            global_output, global_lse = part(mask, rows, None, True)
+            output = _put_rows(output, rows, global_output)
+            lse = _put_rows(lse[..., None], rows, global_lse[..., None])[..., 0]
+        return output, lse if return_lse else None
+
+    def _band(
+        self, part: Any, band: Mask, query: Tensor, value_dim: int, query_offset: int, need_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The band; a dilated one falls into one plain band for each residue of the positions."""
+        if self.dilation == 1:
+            return part(band, None, None, need_lse)
+        output = query.new_zeros(*query.shape[:3], value_dim)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+        for residue in range(min(self.dilation, query.shape[2])):
+            rows = slice(residue, None, self.dilation)
+            keys = slice((residue + query_offset) % self.dilation, None, self.dilation)
+            output[:, :, rows], lse[:, :, rows] = part(band, rows, keys, True)
+        return output, lse
+
+    def _is_global(self, key: Tensor) -> Tensor | None:
+        """The global tokens as bool ``[batch or 1, key_len]``, or None where there are none."""
+        batch_size, key_len = key.shape[0], key.shape[2]
+        tokens: Any = self.global_tokens
+        per_row = bool(tokens) and isinstance(tokens[0], tuple)
+        if per_row and len(tokens) != batch_size:
+            raise ValueError(f"{self.name}: global_tokens must have one tuple for each of {batch_size} rows, got {len(tokens)}")
+        rows = [[t for t in row if t < key_len] for row in (tokens if per_row else [tokens])]
+        if not any(rows):
+            return None
+        is_global = torch.zeros(len(rows), key_len, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            is_global[index, row] = True
+        return is_global.to(key.device)
+
+
+def _positions(marks: Tensor) -> Tensor:
+    """Where each row of a bool ``[batch, n]`` is True, ``[batch, most]``, filled up with -1."""
+    most = int(marks.sum(1).max())
+    order = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    return torch.where(marks.gather(1, order), order, -1)
+
+
+def _take(tensor: Tensor, dim: int, selection: Selection) -> Tensor:
+    """A selection along ``dim`` of ``[batch, heads, ...]``; -1 takes anything, a ``Taken`` mask hides it."""
+    if selection is None:
+        return tensor
+    if isinstance(selection, slice):
+        return tensor[(slice(None),) * dim + (selection,)]
+    index = selection.clamp(min=0)
+    if index.shape[0] == 1:
+        return tensor.index_select(dim, index[0])
+    shape = [index.shape[0], 1, 1, 1]
+    shape[dim] = index.shape[1]
+    return torch.take_along_dim(tensor, index.view(shape), dim)
+
+
+def _put_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """``tensor`` ``[batch, heads, n, d]`` with its rows ``rows`` ``[batch or 1, m]`` replaced; -1 goes nowhere."""
+    source = torch.full((rows.shape[0], tensor.shape[2] + 1), -1, dtype=torch.int64, device=rows.device)
+    source.scatter_(1, rows % (tensor.shape[2] + 1), torch.arange(rows.shape[1], device=rows.device).expand_as(rows))
+    source = source[:, :-1].expand(tensor.shape[0], -1)[:, None, :, None]
+    return torch.where(source >= 0, torch.take_along_dim(values, source.clamp(min=0), 2), tensor)

@@ -1,0 +1,352 @@
+"""The band engine: exact attention in tiles of query rows, over only the keys that a mask lets them see.
+
+A tile of scores is made, used and overwritten in one workspace that stays in the cache, so memory is linear in
+the length. Which keys a tile needs comes from ``Mask.key_range`` and ``Mask.coverage``: a band costs what the
+band costs, a causal mask half of the square. Keys that do not fit one tile are joined by the online softmax
+(Milakov & Gimelshein 2018; Rabe & Staats 2021). The backward pass recomputes each tile from the output and the
+log-sum-exp (Dao et al. 2022, algorithm 4) and stores nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dropout import keep_scale
+from ..masks import Coverage, Mask, evaluate
+
+__all__ = ["Problem", "tiled_attention"]
+
+_WORKSPACE_BYTES = 2 * 2**20  # of scores at a time: what two cores' second-level caches hold
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All of an attention problem but its tensors, and how to cut it into tiles."""
+
+    mask: Mask
+    scale: float
+    query_offset: int
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    query_tile: int = 64
+    key_tile: int = 1024
+
+    def __post_init__(self) -> None:
+        assert self.query_tile >= 1
+        assert self.key_tile >= 1
+
+
+def tiled_attention(
+    query: Float[Tensor, "batch heads query_len head_dim"],
+    key: Float[Tensor, "batch kv_heads key_len head_dim"],
+    value: Float[Tensor, "batch kv_heads key_len value_dim"],
+    problem: Problem,
+    *,
+    bias: Tensor | None = None,
+    need_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Output in the queries' dtype and log-sum-exp ``[batch, heads, query_len]`` in at least float32.
+
+    Both are differentiable, once. Without ``need_lse`` (and without gradients) the log-sum-exp is left out and
+    comes back empty, which saves two passes over each tile.
+    """
+    if bias is not None:
+        sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias
+        assert all(n in (1, want) for n, want in zip(bias.shape, sizes, strict=True))
+    grad = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (query, key, value, bias) if t is not None
+    )
+    output, lse = _TiledAttention.apply(query, key, value, bias, problem, need_lse or grad)
+    return output, lse
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        problem: Problem,
+        need_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        output, lse = _forward(query, key, value, bias, problem, need_lse)
+        ctx.save_for_backward(query, key, value, bias, output, lse)
+        ctx.problem = problem  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def, override]
+        query, key, value, bias, output, lse = ctx.saved_tensors
+        if grad_output is None and grad_lse is None:
+            return (None,) * 6
+        if grad_output is None:
+            grad_output = torch.zeros_like(output)
+        grads = _backward(
+            query, key, value, bias, output, lse, grad_output, grad_lse, ctx.problem, ctx.needs_input_grad[3]
+        )
+        return (*grads, None, None)
+
+
+@dataclass
+class _HeadBlock:
+    """Some key heads of one batch row with the query heads that read them, in the dtype of accumulation."""
+
+    batch: int
+    kv_heads: slice
+    heads: slice
+    group: int
+    key: Tensor  # [kv_heads, key_len, head_dim]
+    value: Tensor  # [kv_heads, key_len, value_dim]
+
+    def rows(self, tensor: Tensor, rows: slice) -> Tensor:
+        """Those rows of ``[batch, heads, query_len, ...]`` as ``[kv_heads, group * rows, ...]``."""
+        tile = tensor[self.batch, self.heads, rows].to(self.key.dtype)
+        return tile.reshape(self.key.shape[0], -1, *tile.shape[2:])
+
+    def put(self, out: Tensor, rows: slice, tile: Tensor) -> None:
+        """The inverse of ``rows``: write a tile back."""
+        target = out[self.batch, self.heads, rows]
+        target.copy_(tile.reshape(target.shape))
+
+
+class _Tiles:
+    """Walks the tiles of one problem and makes their scores; shared by the forward and the backward pass."""
+
+    def __init__(self, query: Tensor, key: Tensor, bias: Tensor | None, problem: Problem) -> None:
+        self.problem, self.query = problem, query
+        self.bias = bias
+        self.batch_size, self.num_heads, self.query_len, _ = query.shape
+        self.num_kv_heads, self.key_len = key.shape[1:3]
+        self.group = self.num_heads // max(self.num_kv_heads, 1)
+        self.dtype = torch.promote_types(query.dtype, torch.float32)
+        self.query_tile = min(problem.query_tile, max(self.query_len, 1))
+        self.key_tile = self._key_tile()
+        tile_bytes = self.group * self.query_tile * self.key_tile * self.dtype.itemsize
+        self.heads_at_once = max(1, min(self.num_kv_heads, _WORKSPACE_BYTES // max(tile_bytes, 1)))
+        self._elements = self.heads_at_once * tile_bytes // self.dtype.itemsize
+        self._relative: dict[tuple[int, int, int], Tensor] = {}
+
+    def _key_tile(self) -> int:
+        """The widest range of keys that a row tile needs, at most the problem's ``key_tile``."""
+        widest = 1
+        for rows in self.row_tiles():
+            low, high = self.key_range(rows)
+            widest = max(widest, high - low)
+            if widest >= self.problem.key_tile:
+                return self.problem.key_tile
+        return widest
+
+    def workspace(self) -> Callable[[int, int], Tensor]:
+        """A function that gives a ``[heads, rows, keys]`` view of one buffer, the same one each time."""
+        buffer = torch.empty(self._elements, dtype=self.dtype, device=self.query.device)
+
+        def view(rows: int, keys: int, heads: int | None = None) -> Tensor:
+            heads = self.heads_at_once if heads is None else heads
+            return buffer[: heads * rows * keys].view(heads, rows, keys)
+
+        return view
+
+    def head_blocks(self, key: Tensor, value: Tensor) -> Iterator[_HeadBlock]:
+        for batch in range(self.batch_size):
+            for start in range(0, self.num_kv_heads, self.heads_at_once):
+                stop = min(start + self.heads_at_once, self.num_kv_heads)
+                yield _HeadBlock(
+                    batch,
+                    slice(start, stop),
+                    slice(start * self.group, stop * self.group),
+                    self.group,
+                    key[batch, start:stop].to(self.dtype),
+                    value[batch, start:stop].to(self.dtype),
+                )
+
+    def row_tiles(self) -> Iterator[slice]:
+        for start in range(0, self.query_len, self.query_tile):
+            yield slice(start, min(start + self.query_tile, self.query_len))
+
+    def key_range(self, rows: slice) -> tuple[int, int]:
+        return self.problem.mask.key_range((rows.start, rows.stop), self.key_len, self.problem.query_offset)
+
+    def key_tiles(self, rows: slice) -> Iterator[tuple[slice, Coverage]]:
+        """The tiles of keys in which some pair with ``rows`` is or may be allowed."""
+        low, high = self.key_range(rows)
+        for start in range(low, high, self.key_tile):
+            keys = slice(start, min(start + self.key_tile, high))
+            coverage = self.problem.mask.coverage(
+                (rows.start, rows.stop), (keys.start, keys.stop), self.problem.query_offset
+            )
+            if coverage is not Coverage.NONE:
+                yield keys, coverage
+
+    def scores(
+        self, block: _HeadBlock, q: Tensor, rows: slice, keys: slice, coverage: Coverage, out: Tensor
+    ) -> Tensor:
+        """Scaled, biased and masked scores of a tile; ``q`` is scaled already, ``out`` is the workspace."""
+        k = block.key[:, keys].mT
+        if coverage is Coverage.SOME and self.problem.mask.is_relative and self.bias is None:
+            additive = self._relative_additive(rows, keys)
+            return torch.baddbmm(additive.expand_as(out), q, k, out=out)
+        torch.bmm(q, k, out=out)
+        tile = out.view(block.key.shape[0], self.group, rows.stop - rows.start, keys.stop - keys.start)
+        if self.bias is not None:
+            tile += self._bias_tile(self.bias, block, rows, keys).view_as(tile)
+        if coverage is Coverage.SOME:
+            tile.masked_fill_(~self._per_group(block, self._evaluate(self.problem.mask, block, rows, keys)), -torch.inf)
+        return out
+
+    def keep(self, block: _HeadBlock, rows: slice, keys: slice) -> Tensor:
+        """The dropout factors of a tile, ``[kv_heads, group * rows, keys]``."""
+        problem = self.problem
+        batch, head, row, key = self._indices(block, rows, keys)
+        row, key = problem.mask.place(batch, row[:, None], key)
+        factors = keep_scale(problem.dropout_p, problem.dropout_seed, batch, head[:, None, None], row, key)
+        return factors.to(self.dtype).reshape(block.key.shape[0], -1, factors.shape[-1])
+
+    def add_bias_grad(self, grad: Tensor, block: _HeadBlock, rows: slice, keys: slice, d_scores: Tensor) -> None:
+        """Add a tile's gradient to that of the bias, summed over the dimensions that the bias broadcasts."""
+        tile = d_scores.view(1, -1, rows.stop - rows.start, keys.stop - keys.start)
+        wholes = (slice(block.batch, block.batch + 1), block.heads, rows, keys)
+        target = grad[tuple(w if n > 1 else slice(None) for w, n in zip(wholes, grad.shape, strict=True))]
+        target += tile.sum_to_size(target.shape)
+
+    def _relative_additive(self, rows: slice, keys: slice) -> Tensor:
+        place = (rows.start - keys.start, rows.stop - rows.start, keys.stop - keys.start)
+        if place not in self._relative:
+            device = self.query.device
+            zero = torch.zeros(1, dtype=torch.int64, device=device)
+            allowed = evaluate(self.problem.mask, zero, zero, *self._grid(rows, keys), self.problem.query_offset)
+            allowed = allowed.expand(1, 1, place[1], place[2])[0]
+            additive = torch.zeros(allowed.shape, dtype=self.dtype, device=device)
+            self._relative[place] = additive.masked_fill_(~allowed, -torch.inf).repeat(1, self.group, 1)
+        return self._relative[place]
+
+    def _grid(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        device = self.query.device
+        return (
+            torch.arange(rows.start, rows.stop, device=device),
+            torch.arange(keys.start, keys.stop, device=device),
+        )
+
+    def _indices(self, block: _HeadBlock, rows: slice, keys: slice) -> tuple[Tensor, ...]:
+        device = self.query.device
+        return (
+            torch.tensor([block.batch], device=device),
+            torch.arange(block.heads.start, block.heads.stop, device=device),
+            *self._grid(rows, keys),
+        )
+
+    def _evaluate(self, mask: Mask, block: _HeadBlock, rows: slice, keys: slice) -> Tensor:
+        return evaluate(mask, *self._indices(block, rows, keys), self.problem.query_offset)[0]
+
+    def _per_group(self, block: _HeadBlock, tile: Tensor) -> Tensor:
+        """``[heads or 1, rows, keys]`` as ``[kv_heads or 1, group or 1, rows, keys]``."""
+        return tile[None] if tile.shape[0] == 1 else tile.view(block.key.shape[0], self.group, *tile.shape[1:])
+
+    def _bias_tile(self, bias: Tensor, block: _HeadBlock, rows: slice, keys: slice) -> Tensor:
+        whole = bias.expand(self.batch_size, self.num_heads, self.query_len, self.key_len)
+        return whole[block.batch, block.heads, rows, keys].to(self.dtype)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem, need_lse: bool
+) -> tuple[Tensor, Tensor]:
+    tiles = _Tiles(query, key, bias, problem)
+    batch_size, num_heads, query_len, _ = query.shape
+    output = query.new_empty(batch_size, num_heads, query_len, value.shape[3])
+    lse = query.new_empty((batch_size, num_heads, query_len) if need_lse else (0,), dtype=tiles.dtype)
+    workspace = tiles.workspace()
+    lowest = torch.finfo(tiles.dtype).min
+    for block in tiles.head_blocks(key, value):
+        heads = block.key.shape[0]
+        for rows in tiles.row_tiles():
+            q = block.rows(query, rows) * problem.scale
+            peak = total = accumulated = None
+            for keys, coverage in tiles.key_tiles(rows):
+                s = workspace(q.shape[1], keys.stop - keys.start, heads)
+                tiles.scores(block, q, rows, keys, coverage, s)
+                # A row of -inf keeps a finite peak, so that its weights are exp(-inf) = 0 and not NaN.
+                new_peak = s.amax(-1, keepdim=True).clamp_(min=lowest)
+                if peak is not None:
+                    new_peak = torch.maximum(peak, new_peak)
+                s.sub_(new_peak).exp_()
+                new_total = s.sum(-1, keepdim=True)
+                if problem.dropout_p:
+                    s *= tiles.keep(block, rows, keys)
+                if peak is None:
+                    total, accumulated = new_total, torch.bmm(s, block.value[:, keys])
+                else:
+                    shrink = peak.sub_(new_peak).exp_()
+                    total.mul_(shrink).add_(new_total)
+                    accumulated.mul_(shrink).baddbmm_(s, block.value[:, keys])
+                peak = new_peak
+            if peak is None:  # no key in sight
+                output[block.batch, block.heads, rows] = 0
+                if need_lse:
+                    lse[block.batch, block.heads, rows] = -torch.inf
+                continue
+            if need_lse:
+                block.put(lse, rows, peak + total.log())
+            # A row without keys has accumulated 0; its total of 0 must not divide it.
+            block.put(output, rows, accumulated.div_(total.masked_fill_(total == 0, 1)))
+    return output, lse
+
+
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    problem: Problem,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    tiles = _Tiles(query, key, bias, problem)
+    d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+    d_bias = torch.zeros(bias.shape, dtype=tiles.dtype, device=bias.device) if need_bias and bias is not None else None
+    make_scores, make_d_weights = tiles.workspace(), tiles.workspace()
+    for block in tiles.head_blocks(key, value):
+        heads = block.key.shape[0]
+        dk, dv = torch.zeros_like(block.key), torch.zeros_like(block.value)
+        for rows in tiles.row_tiles():
+            q = block.rows(query, rows) * problem.scale
+            d_out = block.rows(grad_output, rows)
+            # Softmax's gradient needs, of each row, only sum(dO * O) (Dao et al. 2022, equation 4).
+            delta = (d_out * block.rows(output, rows)).sum(-1, keepdim=True)
+            if grad_lse is not None:
+                delta -= block.rows(grad_lse, rows)[..., None]
+            row_lse = block.rows(lse, rows)[..., None]
+            row_lse = row_lse.masked_fill(row_lse == -torch.inf, torch.inf)
+            dq = torch.zeros_like(q)
+            for keys, coverage in tiles.key_tiles(rows):
+                k, v = block.key[:, keys], block.value[:, keys]
+                weights = make_scores(q.shape[1], keys.stop - keys.start, heads)
+                tiles.scores(block, q, rows, keys, coverage, weights).sub_(row_lse).exp_()
+                d_weights = torch.bmm(d_out, v.mT, out=make_d_weights(*weights.shape[1:], heads))
+                if problem.dropout_p:
+                    keep = tiles.keep(block, rows, keys)
+                    dv[:, keys].baddbmm_((weights * keep).mT, d_out)
+                    d_weights *= keep
+                else:
+                    dv[:, keys].baddbmm_(weights.mT, d_out)
+                d_scores = d_weights.sub_(delta).mul_(weights)
+                dq.baddbmm_(d_scores, k)
+                dk[:, keys].baddbmm_(d_scores.mT, q)
+                if d_bias is not None:
+                    tiles.add_bias_grad(d_bias, block, rows, keys, d_scores)
+            block.put(d_query, rows, dq.mul_(problem.scale))
+        d_key[block.batch, block.kv_heads] = dk.to(key.dtype)
+        d_value[block.batch, block.kv_heads] = dv.to(value.dtype)
+    return d_query, d_key, d_value, None if d_bias is None or bias is None else d_bias.to(bias.dtype)
