@@ -111,7 +111,9 @@ def pattern(
     _check_inputs(query, key, key)
     mask, bias = _mask_and_bias(mask, None)
     if bias is not None:
-        raise ValueError("mask: a floating tensor is a bias, which is no part of a pattern; give a bool tensor or a Mask")
+        raise ValueError(
+            "mask: a floating tensor is a bias, which is no part of a pattern; give a bool tensor or a Mask"
+        )
     offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
     _check_mask(mask, query, key.shape[2], offset)
     (key,) = hide_padding(mask, key)
@@ -159,9 +161,7 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         hint = ""
         if query.shape[2] == key.shape[1] or query.shape[1] == query.shape[2]:
             hint = "; the layout is [batch, heads, seq, head_dim]"
-        raise ValueError(
-            f"query: heads must be a multiple of the keys' heads {num_kv_heads}, got {num_heads}{hint}"
-        )
+        raise ValueError(f"query: heads must be a multiple of the keys' heads {num_kv_heads}, got {num_heads}{hint}")
 
 
 def _mask_and_bias(mask: Mask | Tensor | None, bias: Tensor | None) -> tuple[Mask, Tensor | None]:
@@ -182,7 +182,12 @@ def _mask_and_bias(mask: Mask | Tensor | None, bias: Tensor | None) -> tuple[Mas
 
 
 def _check_options(
-    query: Tensor, key: Tensor, bias: Tensor | None, scale: float | None, dropout_p: float, query_offset: int | None
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    query_offset: int | None,
 ) -> None:
     if bias is not None:
         shape = [*query.shape[:3], key.shape[2]]
@@ -194,8 +199,7 @@ def _check_options(
         sizes = [1] * (4 - bias.dim()) + list(bias.shape)
         if bias.dim() > 4 or any(got not in (1, want) for got, want in zip(sizes, shape, strict=True)):
             raise ValueError(
-                f"bias: must be broadcastable to [batch, heads, query_len, key_len] = {shape}, "
-                f"got {list(bias.shape)}"
+                f"bias: must be broadcastable to [batch, heads, query_len, key_len] = {shape}, got {list(bias.shape)}"
             )
     if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
         raise ValueError(f"scale: must be a finite number or None, got {scale!r}")

@@ -24,7 +24,17 @@ from . import reference
 from .dropout import draw_seed
 from .masks import Causal, Dense, Documents, Everything, Global, Mask, Or, Padding, Window
 
-__all__ = ["Backend", "Capabilities", "Overview", "Request", "UnsupportedError", "describe", "get", "names", "register"]
+__all__ = [
+    "Backend",
+    "Capabilities",
+    "Overview",
+    "Request",
+    "UnsupportedError",
+    "describe",
+    "get",
+    "names",
+    "register",
+]
 
 ENTRY_POINTS = "effattn.backends"
 
@@ -204,6 +214,13 @@ class Backend:
         """What the backend effectively attends to under ``mask``. Exact backends return ``mask`` itself."""
         return mask
 
+    def reference_bias(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> reference.BiasFunction | None:
+        """What the backend adds to the scores of its pattern, as a function of (batch, head, row, key), or None.
+
+        For backends that weigh the pairs of their pattern, such as one that counts a key several times.
+        """
+        return None
+
     def attend(
         self,
         query: Tensor,
@@ -273,7 +290,9 @@ def register(cls: B) -> B:
         raise ValueError(f"register: {cls.__name__}.name must be an identifier such as 'my_attention', got {name!r}")
     params = cls.__dict__.get("__dataclass_params__")
     if params is None or not params.frozen:
-        raise ValueError(f"register: {cls.__name__} must be a frozen dataclass; put @dataclass(frozen=True) below @register")
+        raise ValueError(
+            f"register: {cls.__name__} must be a frozen dataclass; put @dataclass(frozen=True) below @register"
+        )
     without = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]  # type: ignore[arg-type]
     if without:
         raise ValueError(f"register: every field of {cls.__name__} needs a default, {', '.join(without)} has none")

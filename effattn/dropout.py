@@ -23,9 +23,7 @@ def draw_seed() -> int:
     return int(torch.randint(2**31 - 1, ()))
 
 
-def keep_scale(
-    dropout_p: float, seed: int, batch: Tensor, head: Tensor, row: Tensor, key: Tensor
-) -> Tensor:
+def keep_scale(dropout_p: float, seed: int, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
     """What to multiply an attention weight with: 0 with probability ``dropout_p``, else ``1/(1-dropout_p)``.
 
     The indices are broadcastable int64 tensors; the result is float32 of their common shape.

@@ -275,10 +275,8 @@ class Padding(_HoldsTensor):
         """Right padding: the first ``lengths[b]`` of ``key_len`` keys are real. ``lengths`` is ``[batch]``."""
         lengths = torch.as_tensor(lengths)
         if lengths.dim() != 1 or lengths.is_floating_point():
-            raise ValueError(
-                f"padding: lengths must be integers [batch], got {lengths.dtype}{list(lengths.shape)}"
-            )
-        if lengths.numel() and not (0 <= int(lengths.min()) and int(lengths.max()) <= key_len):
+            raise ValueError(f"padding: lengths must be integers [batch], got {lengths.dtype}{list(lengths.shape)}")
+        if lengths.numel() and not (int(lengths.min()) >= 0 and int(lengths.max()) <= key_len):
             raise ValueError(f"padding: lengths must lie in 0..{key_len}, got {lengths.tolist()}")
         return cls(torch.arange(key_len, device=lengths.device) < lengths[:, None])
 
@@ -410,8 +408,7 @@ class Dense(_HoldsTensor):
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
             raise ValueError(
-                f"dense: allowed must be a bool tensor (True = may attend), got {got}; "
-                "an additive float mask is a bias"
+                f"dense: allowed must be a bool tensor (True = may attend), got {got}; an additive float mask is a bias"
             )
         if allowed.dim() > 4:
             raise ValueError(f"dense: allowed must have at most 4 dimensions, got {list(allowed.shape)}")
@@ -421,9 +418,7 @@ class Dense(_HoldsTensor):
 
     def allows(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, query_offset: int) -> Tensor:
         indices = (batch, head, row, key)
-        return self.allowed[
-            tuple(_broadcast_index(i, n) for i, n in zip(indices, self.allowed.shape, strict=True))
-        ]
+        return self.allowed[tuple(_broadcast_index(i, n) for i, n in zip(indices, self.allowed.shape, strict=True))]
 
     def validate(self, batch_size: int, num_heads: int, query_len: int, key_len: int, query_offset: int) -> None:
         sizes = (batch_size, num_heads, query_len, key_len)
@@ -453,7 +448,9 @@ class Taken(Mask):
 
     def allows(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, query_offset: int) -> Tensor:
         row, key = self.place(batch, row, key)
-        return self.mask.allows(batch, head, row.clamp(min=0), key.clamp(min=0), query_offset) & ((row >= 0) & (key >= 0))
+        return self.mask.allows(batch, head, row.clamp(min=0), key.clamp(min=0), query_offset) & (
+            (row >= 0) & (key >= 0)
+        )
 
     def place(self, batch: Tensor, row: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return _take(self.rows, batch, row), _take(self.keys, batch, key)
@@ -541,13 +538,9 @@ class Or(_Join):
         return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
 
 
-def evaluate(
-    mask: Mask, batches: Tensor, heads: Tensor, rows: Tensor, keys: Tensor, query_offset: int
-) -> Tensor:
+def evaluate(mask: Mask, batches: Tensor, heads: Tensor, rows: Tensor, keys: Tensor, query_offset: int) -> Tensor:
     """The predicate on the grid of four index vectors: bool, broadcastable to their four lengths."""
-    allowed = mask.allows(
-        batches[:, None, None, None], heads[:, None, None], rows[:, None], keys, query_offset
-    )
+    allowed = mask.allows(batches[:, None, None, None], heads[:, None, None], rows[:, None], keys, query_offset)
     while allowed.dim() < 4:
         allowed = allowed[None]
     return allowed

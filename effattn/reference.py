@@ -6,7 +6,7 @@ a sample of rows, so that the exact result is known for some rows at any length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,10 @@ from .dropout import keep_scale
 from .masks import Everything, Mask, evaluate, hide_padding
 
 __all__ = ["Rows", "attention", "gradients", "score_rows"]
+
+# A bias may also be a function of (batch, head, row, key) index tensors, so that it need not exist as a whole.
+BiasFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Bias = Tensor | BiasFunction
 
 _BLOCK_BYTES = 64 * 2**20  # of scores
 
@@ -39,7 +43,7 @@ def attention(
     value: Float[Tensor, "batch kv_heads key_len value_dim"],
     *,
     mask: Mask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     scale: float | None = None,
     query_offset: int | None = None,
     rows: Int[Tensor, " rows"] | None = None,
@@ -77,7 +81,7 @@ def score_rows(
     key: Float[Tensor, "batch kv_heads key_len head_dim"],
     *,
     mask: Mask | None = None,
-    bias: Tensor | None = None,
+    bias: Bias | None = None,
     scale: float | None = None,
     query_offset: int | None = None,
     rows: Int[Tensor, " rows"] | None = None,
@@ -96,14 +100,16 @@ def score_rows(
     key = _per_query_head(key, num_heads).to(dtype)
     batches, heads = torch.arange(batch_size, device=device), torch.arange(num_heads, device=device)
     keys = torch.arange(key_len, device=device)
-    if bias is not None:
+    if isinstance(bias, Tensor):
         bias = bias.expand(batch_size, num_heads, query_len, key_len)
 
     bytes_per_row = max(batch_size * num_heads * key_len * dtype.itemsize, 1)
     for index in rows.split(max(_BLOCK_BYTES // bytes_per_row, 1)):
         scores = scale * query[:, :, index].to(dtype) @ key.mT
-        if bias is not None:
+        if isinstance(bias, Tensor):
             scores = scores + bias[:, :, index].to(dtype)
+        elif bias is not None:
+            scores = scores + bias(*_grid(query, key, index)).to(dtype)
         allowed = evaluate(mask, batches, heads, index, keys, offset)
         scores = scores.masked_fill(~allowed, float("-inf"))
         # A row that sees nothing would give 0/0, in the result and, hidden from it, in the gradients.
@@ -121,6 +127,7 @@ def gradients(
     grad_output: Float[Tensor, "batch heads query_len value_dim"],
     *,
     mask: Mask | None = None,
+    bias: Bias | None = None,
     scale: float | None = None,
     query_offset: int | None = None,
     dtype: torch.dtype = torch.float64,
@@ -134,7 +141,7 @@ def gradients(
     query_len, bytes_per_row = query.shape[2], query.shape[0] * query.shape[1] * key.shape[2] * dtype.itemsize
     for index in torch.arange(query_len, device=query.device).split(max(_BLOCK_BYTES // max(bytes_per_row, 1), 1)):
         output, _ = attention(
-            *inputs, mask=mask, scale=scale, query_offset=query_offset, rows=index, dtype=dtype
+            *inputs, mask=mask, bias=bias, scale=scale, query_offset=query_offset, rows=index, dtype=dtype
         )
         for total, grad in zip(
             totals, torch.autograd.grad(output, inputs, grad_output[:, :, index].to(dtype)), strict=True

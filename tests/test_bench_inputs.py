@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effattn.bench import capture
 from effattn.bench.capture import CaptureSource, captured_info, ensure_captured, load_captured
-from effattn.bench.inputs import HeadShape, Inputs, input_kinds, input_shape, make_inputs
+from effattn.bench.inputs import HeadShape, Inputs, input_shape, kinds, make_inputs
 
 transformers = pytest.importorskip("transformers", reason="captured inputs need the extra 'models'")
 
@@ -34,7 +34,7 @@ def make(kind: str, **changes: Any) -> Inputs:
 
 # Random kinds -----------------------------------------------------------------------------------------------
 
-drawn = pytest.mark.parametrize("kind", [kind for kind in input_kinds() if kind != "captured"])
+drawn = pytest.mark.parametrize("kind", [kind for kind in kinds() if kind != "captured"])
 
 
 @drawn
@@ -90,9 +90,7 @@ def test_clustered_has_64_clusters() -> None:
 
 def test_heavy_tailed_has_outliers_at_unit_variance() -> None:
     heavy, normal = (make(kind, seq_len=20_000).query for kind in ("heavy_tailed", "gaussian"))
-    assert (heavy.abs() > 12.924 / 3**0.5).double().mean() == pytest.approx(
-        1e-3, rel=0.1
-    )  # t table, 3 degrees
+    assert (heavy.abs() > 12.924 / 3**0.5).double().mean() == pytest.approx(1e-3, rel=0.1)  # t table, 3 degrees
     assert heavy.abs().median() * 3**0.5 == pytest.approx(0.765, rel=0.01)
     assert normal.abs().max() < 7
 
@@ -117,12 +115,13 @@ def test_what_cannot_be_drawn(kind: str, changes: dict[str, Any], message: str) 
 
 @pytest.fixture(scope="module")
 def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Save a tiny random causal model with a tokenizer of bytes; the folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """Save a tiny random causal model and a tokenizer of bytes, <s> before them; gives the folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-    byte_tokens = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=byte_tokens, merges=[]))
+    alphabet = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.decoder = decoders.ByteLevel()
 
     def save(config: Any) -> str:
@@ -175,9 +174,7 @@ def test_captured_attention_is_that_of_the_model(source: CaptureSource) -> None:
     outputs: dict[int, Tensor] = {}
     for index, layer in enumerate(model.model.layers):
         layer.self_attn.o_proj.register_forward_pre_hook(
-            lambda module, args, index=index: outputs.update(
-                {index: args[0].unflatten(-1, (4, 8)).transpose(1, 2)}
-            )
+            lambda module, args, index=index: outputs.update({index: args[0].unflatten(-1, (4, 8)).transpose(1, 2)})
         )
     with torch.no_grad():
         model(capture.read_tokens(source, tokenizer, 96))
@@ -213,9 +210,7 @@ def test_a_shorter_capture_is_a_prefix(source: CaptureSource) -> None:
         torch.testing.assert_close(getattr(prefix, name), getattr(alone, name))
 
 
-def test_the_model_is_loaded_once_for_the_longest(
-    source: CaptureSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_loaded_once_for_the_longest(source: CaptureSource, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = []
 
     def load_model(source: CaptureSource) -> tuple[Any, Any]:
@@ -277,15 +272,11 @@ def test_a_file_of_another_source_is_an_error(source: CaptureSource) -> None:
 
 
 def test_what_a_source_cannot_give(source: CaptureSource, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=f"seq_len must be at most {MODEL_POSITIONS}, the positions of .*, got 641"
-    ):
+    with pytest.raises(ValueError, match=f"seq_len must be at most {MODEL_POSITIONS}, the positions of .*, got 641"):
         ensure_captured(source, MODEL_POSITIONS + 1)
     short = tmp_path / "short.txt"
-    short.write_text("ten tokens")
-    with pytest.raises(
-        ValueError, match=r"seq_len must be at most 10, the tokens that text .*short\.txt.*, got 11"
-    ):
+    short.write_text("nine more")
+    with pytest.raises(ValueError, match=r"seq_len must be at most 10, the tokens that text .*short\.txt.*, got 11"):
         ensure_captured(CaptureSource(source.model, str(short)), 11)
     with pytest.raises(ValueError, match=r"layers must be below 3, the depth of .*, got \(0, 3\)"):
         ensure_captured(CaptureSource(source.model, source.text, layers=(0, 3)), 8)
@@ -375,7 +366,8 @@ def test_the_standard_library_begins_with_argparse(source: CaptureSource) -> Non
     stdlib = CaptureSource(source.model)
     size = len(text.encode())
     tokens = capture.read_tokens(stdlib, tokenizer, size + 50)
-    assert tokenizer.decode(tokens[0, :size]) == text
+    assert tokenizer.decode(tokens[0, 1 : 1 + size]) == text
+    assert (tokens[0] == 0).nonzero().tolist() == [[0]]  # <s> begins the whole, not every file
     assert torch.equal(capture.read_tokens(stdlib, tokenizer, 100), tokens[:, :100])
 
 
@@ -385,9 +377,13 @@ def test_max_seq_len_without_the_weights(source: CaptureSource) -> None:
 
 def test_transformers_logging_is_restored(source: CaptureSource) -> None:
     logging = transformers.utils.logging
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
     capture.load_model(source)
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+    assert logging.get_verbosity() == logging.INFO
+    assert logging.is_progress_bar_enabled()
+    logging.set_verbosity(verbosity)
 
 
 def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

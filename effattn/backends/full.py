@@ -66,17 +66,13 @@ class Full(Backend):
             grid = _grid(query, key_len)
             keep = keep_scale(dropout_p, draw_seed(), *grid).to(dtype)
             weights = weights * rearrange(keep, "b (h_kv g) l s -> (b h_kv) (g l) s", g=group)
-        output = rearrange(
-            torch.bmm(weights, v), "(b h_kv) (g l) d -> b (h_kv g) l d", b=batch_size, g=group
-        )
+        output = rearrange(torch.bmm(weights, v), "(b h_kv) (g l) d -> b (h_kv g) l d", b=batch_size, g=group)
         if not return_lse:
             return output.to(query.dtype), None
         lse = scores.logsumexp(-1, keepdim=True)
         if empty is not None:
             lse = lse.masked_fill(empty, -torch.inf)
-        return output.to(query.dtype), rearrange(
-            lse, "(b h_kv) (g l) 1 -> b (h_kv g) l", b=batch_size, g=group
-        )
+        return output.to(query.dtype), rearrange(lse, "(b h_kv) (g l) 1 -> b (h_kv g) l", b=batch_size, g=group)
 
 
 def _additive(

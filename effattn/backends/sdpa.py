@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..backend import Backend, Capabilities, Request, register
-from ..masks import Coverage, Mask, evaluate
+from ..backend import Backend, Capabilities, Request, UnsupportedError, register
+from ..masks import Causal, Coverage, Mask, evaluate
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -81,17 +81,25 @@ class SDPA(Backend):
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         is_causal, additive, empty = _translate(query, key.shape[2], mask, bias, query_offset)
-        with sdpa_kernel(_KERNELS[self.kernel]) if self.kernel != "auto" else nullcontext():
-            output = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=additive,
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+        # PyTorch's fused kernels want the last dimension dense, and would silently leave the work to math.
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        try:
+            with sdpa_kernel(_KERNELS[self.kernel]) if self.kernel != "auto" else nullcontext():
+                output = F.scaled_dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    attn_mask=additive,
+                    dropout_p=dropout_p,
+                    is_causal=is_causal,
+                    scale=scale,
+                    enable_gqa=query.shape[1] != key.shape[1],
+                )
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            reason = f"requested the {self.kernel} kernel; PyTorch has none for these inputs (its warnings say why)"
+            raise UnsupportedError(self, [reason]) from error
         return (output if empty is None else output.masked_fill(empty, 0.0)), None
 
 
@@ -105,7 +113,7 @@ def _translate(
     batch_size, num_heads, query_len, _ = query.shape
     if mask.coverage((0, query_len), (0, key_len), query_offset) is Coverage.ALL:
         allowed = None
-    elif type(mask).__name__ == "Causal" and query_offset == 0 and bias is None:
+    elif isinstance(mask, Causal) and query_offset == 0 and bias is None:
         return True, None, None
     else:
         sizes = (batch_size, num_heads, query_len, key_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..kernels.tiles import Problem, tiled_attention
 from ..masks import Global, Mask, Padding, Taken, Window
 
 Selection = slice | Tensor | None
+Part = Callable[[Mask, Selection, Selection, bool], tuple[Tensor, Tensor]]
 
 
 @register
@@ -44,7 +46,9 @@ class SlidingWindow(Backend):
         if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool:
             tokens = [row.nonzero()[:, 0].tolist() for row in tokens]
         is_sequence = isinstance(tokens, tuple | list)
-        self._require(is_sequence, "global_tokens", "positions, one tuple of them a batch row, or bool [batch, key_len]")
+        self._require(
+            is_sequence, "global_tokens", "positions, one tuple of them a batch row, or bool [batch, key_len]"
+        )
         per_row = any(isinstance(row, tuple | list) for row in tokens)
         rows = tokens if per_row else [tokens]
         fits = all(
@@ -76,6 +80,7 @@ class SlidingWindow(Backend):
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         seed = draw_seed() if dropout_p else 0
+        is_global = self._is_global(key)
         if bias is not None:
             bias = bias.expand(*query.shape[:3], key.shape[2])
 
@@ -86,37 +91,46 @@ class SlidingWindow(Backend):
                 _take(query, 2, rows),
                 _take(key, 2, keys),
                 _take(value, 2, keys),
-                Problem(inner if whole else Taken(inner, rows, keys), scale, query_offset, dropout_p, seed),
+                Problem(
+                    inner if whole else Taken(inner, rows, keys),
+                    scale,
+                    query_offset,
+                    dropout_p,
+                    seed,
+                    # Parts to be joined keep their precision until they are.
+                    output_dtype=None if is_global is None else torch.promote_types(query.dtype, torch.float32),
+                ),
                 bias=None if bias is None else _take(_take(bias, 2, rows), 3, keys),
                 need_lse=need_lse,
             )
 
         band = mask & Window(self.left, self.right, self.dilation)
-        is_global = self._is_global(key)
         if is_global is None:
             output, lse = self._band(part, band, query, value.shape[3], query_offset, return_lse)
-            return output, lse if return_lse else None
+            return output.to(query.dtype), lse if return_lse else None
 
         # Each pair once: the band without the global keys, the global keys, then the rows of global queries whole.
         band = band & Padding(~is_global)
         keys = _positions(is_global)
         local = self._band(part, band, query, value.shape[3], query_offset, True)
         output, lse = merge([local, part(mask, None, keys, True)])
-        rows = torch.where((keys >= query_offset) & (keys < query_offset + query.shape[2]), keys - query_offset, -1)
+        rows = keys - query_offset
+        rows = torch.where((keys >= 0) & (rows >= 0) & (rows < query.shape[2]), rows, -1)
         if bool((rows >= 0).any()):
             global_output, global_lse = part(mask, rows, None, True)
             output = _put_rows(output, rows, global_output)
             lse = _put_rows(lse[..., None], rows, global_lse[..., None])[..., 0]
-        return output, lse if return_lse else None
+        return output.to(query.dtype), lse if return_lse else None
 
     def _band(
-        self, part: Any, band: Mask, query: Tensor, value_dim: int, query_offset: int, need_lse: bool
+        self, part: Part, band: Mask, query: Tensor, value_dim: int, query_offset: int, need_lse: bool
     ) -> tuple[Tensor, Tensor]:
         """The band; a dilated one falls into one plain band for each residue of the positions."""
         if self.dilation == 1:
             return part(band, None, None, need_lse)
-        output = query.new_zeros(*query.shape[:3], value_dim)
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        output = query.new_zeros(*query.shape[:3], value_dim, dtype=dtype)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
         for residue in range(min(self.dilation, query.shape[2])):
             rows = slice(residue, None, self.dilation)
             keys = slice((residue + query_offset) % self.dilation, None, self.dilation)
@@ -129,7 +143,9 @@ class SlidingWindow(Backend):
         tokens: Any = self.global_tokens
         per_row = bool(tokens) and isinstance(tokens[0], tuple)
         if per_row and len(tokens) != batch_size:
-            raise ValueError(f"{self.name}: global_tokens must have one tuple for each of {batch_size} rows, got {len(tokens)}")
+            raise ValueError(
+                f"{self.name}: global_tokens must have one tuple for each of {batch_size} rows, got {len(tokens)}"
+            )
         rows = [[t for t in row if t < key_len] for row in (tokens if per_row else [tokens])]
         if not any(rows):
             return None

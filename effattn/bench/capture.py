@@ -58,7 +58,7 @@ class CaptureSource:
     median  15    0.38  0.45  0.85    0.26  0.04  all 30 layers
     ======  ====  ====  ====  ======  ====  ====  ==================================
 
-    Layer 15 comes first because it is nearest to the median.
+    Layer 15 comes first because it stands near the median in every column.
 
     Raises:
         ValueError: for layers that are none, negative or listed twice.
@@ -258,9 +258,7 @@ def _choose_layers(source: CaptureSource, depth: int) -> tuple[int, ...]:
     if source.layers is None:
         return tuple(dict.fromkeys((depth // 2, depth // 30, depth // 4, 5 * depth // 6)))
     if max(source.layers) >= depth:
-        raise ValueError(
-            f"captured: layers must be below {depth}, the depth of {source.model!r}, got {source.layers}"
-        )
+        raise ValueError(f"captured: layers must be below {depth}, the depth of {source.model!r}, got {source.layers}")
     return source.layers
 
 

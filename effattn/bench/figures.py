@@ -57,7 +57,7 @@ CAPTIONS = {
     ),
     "error_vs_time": (
         "What time buys: approximation error against the time of one call, at the shortest, a middle and the "
-        "longest length. Exact backends stand in the strip below, and lead upwards from their time."
+        "longest length. Exact backends stand in the strip below; thin lines carry their times upwards."
     ),
 }
 
@@ -94,6 +94,7 @@ _RC = {
     "legend.frameon": False,
     "pdf.fonttype": 42,
 }
+_NOT_MEASURED = "not measured"
 _GREY = "#666666"
 _DASHES = (0, (4, 2))
 _ROW_HEIGHT = 0.07  # of the axes: one row of failure marks at the top edge
@@ -124,8 +125,8 @@ class Panel:
     def cells(self, zeros: str) -> pd.DataFrame:
         """Every cell of the panel with its `state`: empty where it is drawn, else why it cannot be."""
         value, status = self.rows[self.measure], self.rows["status"].map(lambda word: word.replace("_", " "))
-        state = pd.Series("", index=self.rows.index).mask(value == 0, zeros).mask(np.isinf(value), "infinite")
-        state = state.mask(value.isna(), "not measured").mask(status != "ok", status)
+        state = pd.Series("", index=self.rows.index).mask(value == 0, zeros)
+        state = state.mask(value.isna(), _NOT_MEASURED).mask(status != "ok", status)
         return self.rows[["backend", "seq_len", "status"]].assign(panel=self.title, state=state)
 
 
@@ -225,10 +226,7 @@ def length_label(seq_len: float) -> str:
 
 
 def conditions_title(rows: pd.DataFrame) -> tuple[str, str]:
-    """Two lines on rows of equal conditions: study, machine and input; then dtype, mask, device and shape.
-
-    Lines wrap between the items, not within them.
-    """
+    """Two lines on rows of equal conditions: study, machine and input; then dtype, mask, device and shape."""
     known = {column: rows[column].iloc[0] for column in CONDITIONS if rows[column].notna().any()}
     words = {
         "input": "{} input", "mask": "{} mask", "batch_size": "batch {:g}", "num_heads": "{:g} heads",
@@ -237,7 +235,7 @@ def conditions_title(rows: pd.DataFrame) -> tuple[str, str]:
 
     def line(columns: tuple[str, ...]) -> str:
         said = [words.get(column, "{}").format(known[column]) for column in columns if column in known]
-        return " · ".join(item.replace("none mask", "no mask").replace(" ", "\u00a0") for item in said)
+        return " · ".join(said).replace("none mask", "no mask")
 
     return line(CONDITIONS[:3]), line(CONDITIONS[3:])
 
@@ -318,9 +316,9 @@ def _against_length(
         ax.set(title=panel.title, xscale="log", yscale="log")
         for name, look in style.items():
             _draw_lines(ax, panel, name, look)
-        if panel.level is not None:
-            ax.axhline(panel.level, color=_GREY, linewidth=0.8, linestyle=_DASHES, zorder=0)
         _length_axis(ax, panel.rows["seq_len"])
+        if panel.level is not None:
+            ax.plot(ax.get_xlim(), [panel.level] * 2, color=_GREY, linewidth=0.8, linestyle=_DASHES, zorder=0)
     _log_axis([ax.yaxis for ax in axes], base, top=len(broken) * _ROW_HEIGHT)
     for ax, of_panel in zip(axes, cells, strict=True):
         for i, name in enumerate(broken):
@@ -332,8 +330,8 @@ def _against_length(
     axes[0].set_ylabel(ylabel)
     figure.supxlabel("sequence length (tokens)", fontsize=mpl.rcParams["axes.labelsize"])
     dashed = []
-    if any(panel.floor and _drawable(panel.rows[panel.floor]).any() for panel in panels):
-        dashed.append("oracle: best choice of as many keys")
+    if any(panel.floor and (panel.rows[panel.floor] > 0).any() for panel in panels):
+        dashed.append("oracle: best keys, as many")
     if panels[0].level is not None:
         dashed.append(f"machine epsilon of {rows['dtype'].iloc[0]}")
     _add_title(figure, rows)
@@ -354,40 +352,47 @@ def _draw_lines(ax: Axes, panel: Panel, name: str, look: Style) -> None:
 
     def at_lengths(column: str, statistic: str = "median") -> pd.Series:
         values = by_length[column].agg(statistic).reindex(lengths)
-        return values.where(_drawable(values))
+        return values.where(values > 0)
 
     ax.plot(lengths, at_lengths(panel.measure), color=look.color, marker=look.marker, label=name)
     if panel.band:
         low, high = at_lengths(panel.band[0], "min"), at_lengths(panel.band[1], "max")
         ax.fill_between(lengths, low, high, color=look.color, alpha=0.2, linewidth=0)
     if panel.floor:
-        ax.plot(lengths, at_lengths(panel.floor), color=look.color, linestyle=_DASHES, linewidth=1)
+        floor = at_lengths(panel.floor)
+        ax.plot(
+            lengths,
+            floor,
+            color=look.color,
+            linestyle=_DASHES,
+            linewidth=1,
+            marker="_",
+            markeredgecolor=look.color,
+        )
 
 
 def _trade_off_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     """A column a length, a row a pass: error against time, and backends without error in a strip below."""
-    backward = rows["pass"] == "forward_backward"
-    error = rows["approximation_rel_l2"].mask(backward, rows["grad_approximation_rel_l2"])
-    known_time = rows["time_ms"].where(error.notna()).mask(np.isinf(error), np.inf)
-    rows = rows.assign(error=error, time_if_error=known_time)
-    lengths = _spread(rows.loc[_drawable(known_time), "seq_len"], _TRADE_OFF_LENGTHS)
+    rows = rows.assign(time_if_error=rows["time_ms"].where(rows["approximation_rel_l2"].notna()))
+    lengths = _spread(rows.loc[rows["time_if_error"].notna(), "seq_len"], _TRADE_OFF_LENGTHS)
     shown = rows[rows["seq_len"].isin(lengths)] if lengths else rows
     panels = [Panel(pass_title(p), shown[shown["pass"] == p], "time_if_error") for p in passes(shown)]
-    if not lengths:
-        return _against_length(rows, panels, style, "approximation error against time")
+    if not (panels and lengths):
+        return _against_length(rows, panels, style, "approximation error\nagainst time")
 
-    exact = [name for name in style if (shown.loc[shown["backend"] == name, "error"] == 0).any()]
+    exact = [name for name in style if (shown.loc[shown["backend"] == name, "approximation_rel_l2"] == 0).any()]
     figure = Figure(figsize=(1.75 * len(lengths) + 2.4, 2.0 * len(panels) + 0.9), layout="constrained")
-    axes = figure.subplots(len(panels), len(lengths), sharex="col", sharey="row", squeeze=False)
-    for line, panel in zip(axes, panels, strict=True):
-        for ax, seq_len in zip(line, lengths, strict=True):
-            at_length = panel.rows[panel.rows["seq_len"] == seq_len]
-            ax.set(xscale="log", yscale="log")
-            _draw_trade_off(ax, at_length, style, exact)
-            _say_no_data(ax, Panel("", at_length, "error").cells("exact")["state"])
-        _log_axis([ax.yaxis for ax in line], 10, bottom=len(exact) * _STRIP_HEIGHT, below="exact")
-        what = "gradient error" if panel.title == PASSES["forward_backward"] else "output error"
-        line[0].set_ylabel(f"{what}\n({panel.title})")
+    axes = figure.subplots(len(panels), len(lengths), sharex="col", sharey=True, squeeze=False)
+    cells = [(panel.rows[panel.rows["seq_len"] == seq_len]) for panel in panels for seq_len in lengths]
+    for ax, rows_here in zip(axes.flat, cells, strict=True):
+        ax.set(xscale="log", yscale="log")
+        _draw_inexact(ax, rows_here, style)
+        _say_no_data(ax, Panel("", rows_here, "approximation_rel_l2").cells("exact")["state"])
+    _log_axis([ax.yaxis for ax in axes.flat], 10, bottom=len(exact) * _STRIP_HEIGHT, below="exact")
+    for ax, rows_here in zip(axes.flat, cells, strict=True):
+        _draw_exact(ax, rows_here, style, exact)
+    for ax, panel in zip(axes[:, 0], panels, strict=True):
+        ax.set_ylabel(f"approximation error\n({panel.title})")
     for column, seq_len in zip(axes.T, lengths, strict=True):
         column[0].set_title(f"{length_label(seq_len)} tokens")
         _log_axis([ax.xaxis for ax in column], 10)
@@ -397,74 +402,75 @@ def _trade_off_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     return figure
 
 
-def _draw_trade_off(ax: Axes, rows: pd.DataFrame, style: dict[str, Style], exact: list[str]) -> None:
-    """The backends at one length and pass; variants of one backend joined by a thin line in order of time."""
-    columns = ["error", "time_ms", "time_ms_p20", "time_ms_p80"]
-    rows = rows[_drawable(rows["time_if_error"])]
-    points = (
-        rows.groupby("backend")[columns]
-        .median()
-        .reindex([name for name in style if name in set(rows["backend"])])
-    )
-    for name, point in points.iterrows():
-        look, time = style[str(name)], point["time_ms"]
-        height, transform = point["error"], ax.transData
-        if point["error"] == 0:
-            height, transform = (exact.index(str(name)) + 0.5) * _STRIP_HEIGHT, ax.get_xaxis_transform()
-            ax.axvline(time, color=look.color, linewidth=0.8, alpha=0.35, zorder=0)
-        spread = [[time - point["time_ms_p20"]], [point["time_ms_p80"] - time]]
-        ax.errorbar(
-            [time], [height], xerr=spread, transform=transform, color=look.color, marker=look.marker,
-            linestyle="none", elinewidth=1,
-        )  # fmt: skip
-    inexact = points[points["error"] > 0].sort_values("time_ms")
-    for name, family in inexact.groupby(inexact.index.map(backend_name)):
-        ax.plot(
-            family["time_ms"], family["error"], color=_look(str(name))[0], linewidth=0.8, alpha=0.5, zorder=1
-        )
+def _draw_inexact(ax: Axes, rows: pd.DataFrame, style: dict[str, Style]) -> None:
+    """Error against time; variants of one backend joined by a thin line in order of time."""
+    points = _medians(rows)
+    points = points[points["approximation_rel_l2"] > 0].sort_values("time_ms")
+    for name, (error, *times) in points.iterrows():
+        _draw_point(ax, times, error, style[str(name)])
+    for name, family in points.groupby(points.index.map(backend_name)):
+        color, errors = _look(str(name))[0], family["approximation_rel_l2"]
+        ax.plot(family["time_ms"], errors, color=color, linewidth=0.8, alpha=0.5, zorder=1)
+
+
+def _draw_exact(ax: Axes, rows: pd.DataFrame, style: dict[str, Style], exact: list[str]) -> None:
+    """Backends without error in a strip below the axis, a row each, and thin lines up from their times."""
     height = len(exact) * _STRIP_HEIGHT
     ax.add_patch(Rectangle((0, 0), 1, height, transform=ax.transAxes, color="0.95", zorder=-1))
+    points = _medians(rows)
+    for name, (_, *times) in points[points["approximation_rel_l2"] == 0].iterrows():
+        look, row = style[str(name)], exact.index(str(name)) + 0.5
+        _draw_point(ax, times, row * _STRIP_HEIGHT, look, transform=ax.get_xaxis_transform())
+        ax.axvline(times[0], color=look.color, linewidth=0.8, alpha=0.35, zorder=0)
+
+
+def _medians(rows: pd.DataFrame) -> pd.DataFrame:
+    """Error and time by backend, where both were measured; of seeds, the median."""
+    columns = ["approximation_rel_l2", "time_ms", "time_ms_p20", "time_ms_p80"]
+    return rows.groupby("backend")[columns].median().dropna(subset=columns[:2])
+
+
+def _draw_point(ax: Axes, times_ms: list[float], height: float, look: Style, **transform: Any) -> None:
+    time, p20, p80 = times_ms
+    ax.plot([p20, p80], [height, height], color=look.color, linewidth=1, **transform)
+    ax.plot([time], [height], **_point(look), **transform)
 
 
 def _add_title(figure: Figure, rows: pd.DataFrame) -> None:
     width, seeds = int(15 * figure.get_figwidth()), rows["seed"].nunique()
-    title = "\n".join(textwrap.fill(line, width) for line in conditions_title(rows) if line)
+    lines = [line.replace(" ", "\u00a0").replace("\u00a0·\u00a0", " · ") for line in conditions_title(rows) if line]
+    title = "\n".join(textwrap.fill(line, width) for line in lines)  # between the items, not within them
     figure.suptitle(title + (f" · median of {seeds} seeds" if seeds > 1 else ""), x=0.01, ha="left")
 
 
-def _add_legend(
-    figure: Figure, cells: pd.DataFrame, style: dict[str, Style], dashed: Iterable[str] = ()
-) -> None:
+def _add_legend(figure: Figure, cells: pd.DataFrame, style: dict[str, Style], dashed: Iterable[str] = ()) -> None:
     """Every backend: with its line, and under each reason why cells of it have none."""
-
-    def members(state: str) -> Iterator[tuple[str, Style, pd.DataFrame]]:
-        for name, look in style.items():
-            chosen = cells[(cells["backend"] == name) & (cells["state"] == state)]
-            if len(chosen):
-                yield name, look, chosen
-
-    entries = [(Line2D([], [], color=look.color, marker=look.marker), name) for name, look, _ in members("")]
+    blank = Line2D([], [], linestyle="none")
+    members = {str(state): set(rows["backend"]) for state, rows in cells.groupby("state")}
+    drawn, failures = members.pop("", set()), set(cells.loc[cells["status"] != "ok", "state"])
+    entries = [
+        (Line2D([], [], color=style[name].color, marker=style[name].marker), name) for name in style if name in drawn
+    ]
     entries += [(Line2D([], [], color=_GREY, linewidth=1, linestyle=_DASHES), label) for label in dashed]
-    headings = sorted(set(cells["state"]) - {""})
-    for heading in headings:
-        entries.append((Line2D([], [], linestyle="none"), heading))
-        for name, look, chosen in members(heading):
-            ran = (chosen["status"] == "ok").all()
-            among = cells[(cells["backend"] == name) & ((cells["status"] == "ok") | (not ran))]
-            mark = (
-                {"linestyle": "none", "color": look.color, "marker": look.marker} if ran else _failure(look)
-            )
-            entries.append((Line2D([], [], **mark), name + _where(among, chosen)))
-    if entries:
-        labels = [textwrap.fill(label, 34) for _, label in entries]
-        lines = sum(1 + label.count("\n") for label in labels)
-        figure.set_figheight(max(figure.get_figheight(), _LEGEND_LINE_INCHES * (lines + 2)))
-        legend = figure.legend(
-            [handle for handle, _ in entries], labels, loc="outside right center", fontsize=7
-        )
-        for text in legend.get_texts():
-            if text.get_text() in headings:
-                text.set(color=_GREY, style="italic")
+    for state in sorted(members):
+        entries.append((blank, state))
+        places = {name: _where(cells[cells["backend"] == name], state) for name in style if name in members[state]}
+        if state == _NOT_MEASURED:  # often the same of many
+            for where in dict.fromkeys(places.values()):
+                entries.append((blank, ", ".join(name for name in places if places[name] == where) + where))
+            continue
+        for name, where in places.items():
+            mark = _failure(style[name]) if state in failures else _point(style[name])
+            entries.append((Line2D([], [], **mark), name + where))
+    if not entries:
+        return
+    labels = [textwrap.fill(label, 34) for _, label in entries]
+    lines = sum(1 + label.count("\n") for label in labels)
+    figure.set_figheight(max(figure.get_figheight(), _LEGEND_LINE_INCHES * (lines + 2)))
+    legend = figure.legend([handle for handle, _ in entries], labels, loc="outside right center", fontsize=7)
+    for text in legend.get_texts():
+        if text.get_text() in members:
+            text.set(color=_GREY, style="italic")
 
 
 def _failure(look: Style) -> dict[str, Any]:
@@ -472,8 +478,19 @@ def _failure(look: Style) -> dict[str, Any]:
     return {"linestyle": "none", "marker": "x", "markeredgewidth": 1.3, "markeredgecolor": look.color}
 
 
-def _where(cells: pd.DataFrame, chosen: pd.DataFrame) -> str:
-    """Which of one backend's cells were chosen: ` at 4k`, ` from 4k (forward)`; nothing to say of all."""
+def _point(look: Style) -> dict[str, Any]:
+    """A backend's mark without its line."""
+    return {"linestyle": "none", "marker": look.marker, "color": look.color}
+
+
+def _where(cells: pd.DataFrame, state: str) -> str:
+    """Which of one backend's cells are in a state: ` at 4k`, ` from 4k (forward)`; nothing to say of all.
+
+    All that could be, that is: not measured is a cell only if it ran, 0 only if it was measured.
+    """
+    chosen = cells[cells["state"] == state]
+    if (chosen["status"] == "ok").all():
+        cells = cells[(cells["status"] == "ok") & (cells["state"].ne(_NOT_MEASURED) | (state == _NOT_MEASURED))]
     if len(chosen) == len(cells):
         return ""
     spans = {}
@@ -502,11 +519,6 @@ def _say_no_data(ax: Axes, states: pd.Series) -> None:
     )  # fmt: skip
 
 
-def _drawable(values: pd.Series) -> pd.Series:
-    """What a logarithmic axis can show."""
-    return np.isfinite(values) & (values > 0)
-
-
 def _length_axis(ax: Axes, lengths: pd.Series) -> None:
     """Half an octave of margin, and the lengths that were measured as ticks, eight at most."""
     distinct = np.sort(lengths.dropna().unique())
@@ -517,13 +529,11 @@ def _length_axis(ax: Axes, lengths: pd.Series) -> None:
         ax.set_xlim(distinct[0] / 2**0.5, distinct[-1] * 2**0.5)
 
 
-def _log_axis(
-    shared: Sequence[Axis], base: int, *, top: float = 0.0, bottom: float = 0.0, below: str = ""
-) -> None:
+def _log_axis(shared: Sequence[Axis], base: int, *, top: float = 0.0, bottom: float = 0.0, below: str = "") -> None:
     """Plain numbers as ticks where the data are, and fractions of the axis clear above and `below` them."""
     axis = shared[0]
     low, high = axis.get_view_interval()
-    if high < 1.2 * low:  # a single value, or as good as one
+    if high < 1.2 * low:  # a single value, up to rounding
         low, high = low / 2, high * 2
     octaves = np.log2(high / low) / (1 - bottom - top)
     limits = low / 2 ** (octaves * bottom), high * 2 ** (octaves * top)

@@ -40,7 +40,7 @@ class HeadShape:
     head_dim: int
 
 
-def input_kinds() -> tuple[str, ...]:
+def kinds() -> tuple[str, ...]:
     """The kinds that `make_inputs` knows."""
     return (*sorted(_DRAWN), "captured")
 
@@ -64,7 +64,7 @@ def make_inputs(
     and dtype sees the same numbers up to rounding, and torch's global generator is untouched.
 
     Args:
-        kind: one of `input_kinds()`.
+        kind: one of `kinds()`.
         batch_size: for `captured` the number of layers: row b holds layer b of the source's list.
         num_heads, num_kv_heads, head_dim: num_heads a multiple of num_kv_heads. For `captured` None means the
             model's own, and a number must equal that.
@@ -82,9 +82,7 @@ def make_inputs(
             raise ValueError(f"inputs: {name} must be positive, got {size}")
 
     if kind == "captured":
-        query, key, value, scale, description = _captured(
-            source or CaptureSource(), batch_size, seq_len, shape
-        )
+        query, key, value, scale, description = _captured(source or CaptureSource(), batch_size, seq_len, shape)
     else:
         if source is not None:
             raise ValueError(f"inputs: source goes with kind 'captured' alone, got {source} with {kind!r}")
@@ -117,8 +115,8 @@ def input_shape(kind: str, source: CaptureSource | None = None) -> HeadShape | N
 
 
 def _check_kind(kind: str) -> None:
-    if kind not in input_kinds():
-        raise ValueError(f"inputs: kind must be one of {', '.join(input_kinds())}, got {kind!r}")
+    if kind not in kinds():
+        raise ValueError(f"inputs: kind must be one of {', '.join(kinds())}, got {kind!r}")
 
 
 def _captured(
@@ -177,9 +175,7 @@ def _drawn(description: str) -> Callable[[_Draw], _Draw]:
 @_drawn("query, key and value N(0, 1)")
 def gaussian(shape: _DrawnShape, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value N(0, 1): attention spreads widely, with no key better than another."""
-    query, key, value = (
-        torch.randn(size, generator=generator) for size in (shape.query, shape.key, shape.key)
-    )
+    query, key, value = (torch.randn(size, generator=generator) for size in (shape.query, shape.key, shape.key))
     return query, key, value
 
 

@@ -36,6 +36,7 @@ class Problem:
     dropout_seed: int = 0
     query_tile: int = 64
     key_tile: int = 1024
+    output_dtype: torch.dtype | None = None  # None: the queries'
 
     def __post_init__(self) -> None:
         assert self.query_tile >= 1
@@ -51,7 +52,7 @@ def tiled_attention(
     bias: Tensor | None = None,
     need_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Output in the queries' dtype and log-sum-exp ``[batch, heads, query_len]`` in at least float32.
+    """Output in ``problem.output_dtype`` and log-sum-exp ``[batch, heads, query_len]`` in at least float32.
 
     Both are differentiable, once. Without ``need_lse`` (and without gradients) the log-sum-exp is left out and
     comes back empty, which saves two passes over each tile.
@@ -60,9 +61,7 @@ def tiled_attention(
         sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias
         assert all(n in (1, want) for n, want in zip(bias.shape, sizes, strict=True))
-    grad = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (query, key, value, bias) if t is not None
-    )
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, bias) if t is not None)
     output, lse = _TiledAttention.apply(query, key, value, bias, problem, need_lse or grad)
     return output, lse
 
@@ -188,9 +187,7 @@ class _Tiles:
             if coverage is not Coverage.NONE:
                 yield keys, coverage
 
-    def scores(
-        self, block: _HeadBlock, q: Tensor, rows: slice, keys: slice, coverage: Coverage, out: Tensor
-    ) -> Tensor:
+    def scores(self, block: _HeadBlock, q: Tensor, rows: slice, keys: slice, coverage: Coverage, out: Tensor) -> Tensor:
         """Scaled, biased and masked scores of a tile; ``q`` is scaled already, ``out`` is the workspace."""
         k = block.key[:, keys].mT
         if coverage is Coverage.SOME and self.problem.mask.is_relative and self.bias is None:
@@ -262,7 +259,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     tiles = _Tiles(query, key, bias, problem)
     batch_size, num_heads, query_len, _ = query.shape
-    output = query.new_empty(batch_size, num_heads, query_len, value.shape[3])
+    output = query.new_empty(batch_size, num_heads, query_len, value.shape[3], dtype=problem.output_dtype)
     lse = query.new_empty((batch_size, num_heads, query_len) if need_lse else (0,), dtype=tiles.dtype)
     workspace = tiles.workspace()
     lowest = torch.finfo(tiles.dtype).min

@@ -1,0 +1,254 @@
+"""Reformer's attention: locality-sensitive hashing brings queries and keys that are alike together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..backend import Backend, Capabilities, Request, register
+from ..dropout import draw_seed, keep_scale
+from ..kernels.merge import merge
+from ..kernels.sorted_chunks import ChunkPlan, Chunks, chunked_rounds
+from ..masks import Mask, padding_of
+from ..reference import BiasFunction
+
+_MOST_BUCKETS = 128  # in one rotation; more are made of two, as Reformer's code does, so that hashing stays O(n sqrt n)
+
+
+@register
+@dataclass(frozen=True)
+class LSH(Backend):
+    """Reformer's attention: tokens hashed by random rotations, sorted, attended in chunks.
+
+    Kitaev, Kaiser & Levskaya 2020, "Reformer", section 2. In each of ``num_hashes`` rounds, queries and keys are
+    hashed into about ``key_len / bucket_size`` buckets and sorted by bucket, then position; a chunk of
+    ``bucket_size`` queries attends to the keys beside it, ``look_back`` chunks before and ``look_ahead`` after.
+
+    With ``shared_qk`` the key must be the query up to a positive scale, as in the paper (which divides it by its
+    length): one hash serves both, and a token attends to itself only where it sees nothing else, whatever the
+    scores. Without it, queries and keys are hashed and sorted apart, and a chunk of queries is laid beside the
+    keys that come at its place in the order, so that any model can use it.
+
+    Departures from the paper: rounds are joined so that each key counts once however many rounds found it
+    (``count="per_round"`` keeps the paper's count); the first chunk looks at nothing before it, instead of at
+    the last chunk; any length, without padding to a multiple of the bucket.
+
+    Under a causal mask no gradient and no value reaches the past from the future. But which of the visible keys
+    a row meets depends on where the sort puts them, and so also on later tokens. Padded keys are sorted last.
+
+    ``seed`` fixes the rotations: calls are bit-equal, and the global generator is not touched. With
+    ``seed=None`` it is drawn from the global generator at each call. Time O(n num_hashes bucket_size), memory O(n).
+    """
+
+    name = "lsh"
+    bucket_size: int = 64
+    num_hashes: int = 4
+    look_back: int = 1
+    look_ahead: int = 0
+    shared_qk: bool = False
+    count: str = "once"
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        self._require_int("bucket_size", 1)
+        self._require_int("num_hashes", 1)
+        self._require_int("look_back", 0)
+        self._require_int("look_ahead", 0)
+        self._require_int("seed", 0, optional=True)
+        self._require(isinstance(self.shared_qk, bool), "shared_qk", "True or False")
+        self._require(self.count in ("once", "per_round"), "count", "'once' or 'per_round'")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        own = not self.shared_qk
+        return Capabilities(
+            bias=False,
+            bias_grad=False,
+            grouped_heads=own,
+            cross_length=own,
+            query_offset=own,
+            deterministic=self.seed is not None,
+        )
+
+    def resolve(self, request: Request) -> str:
+        return "sorted chunks"
+
+    def pattern(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> Mask:
+        plan = self._plan(query, key, mask, query_offset)
+        found = _Found(plan, query.shape[1] // key.shape[1])
+        if not self.shared_qk:
+            return mask & found
+        chunks = Chunks(plan, mask, 1.0, query_offset, exclude_self=True, once=self.count == "once")
+        # Attention among zeros counts keys: a row whose log-sum-exp is -inf sees none but itself.
+        blank = torch.zeros_like(query[..., :1])
+        _, lse = chunked_rounds(blank, torch.zeros_like(key[..., :1]), torch.zeros_like(key[..., :1]), chunks)
+        return mask & replace(found, alone=lse == -torch.inf)
+
+    def reference_bias(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> BiasFunction | None:
+        """With ``count="per_round"`` a pair that c rounds find counts c times: log c on its score."""
+        if self.count == "once":
+            return None
+        plan, group = self._plan(query, key, mask, query_offset), query.shape[1] // key.shape[1]
+
+        def log_count(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            rounds = [plan.meets(i, batch, head, head // group, row, key).float() for i in range(plan.num_rounds)]
+            count = torch.stack(rounds).sum(0).clamp(min=1)
+            if self.shared_qk:  # a token falls back to itself outside of all rounds
+                count = torch.where(key == row + query_offset, 1.0, count)
+            return count.log()
+
+        return log_count
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask,
+        bias: Tensor | None,
+        scale: float,
+        dropout_p: float,
+        query_offset: int,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        chunks = Chunks(
+            self._plan(query, key, mask, query_offset),
+            mask,
+            scale,
+            query_offset,
+            exclude_self=self.shared_qk,
+            once=self.count == "once",
+            dropout_p=dropout_p,
+            dropout_seed=draw_seed() if dropout_p else 0,
+        )
+        output, lse = chunked_rounds(query, key, value, chunks)
+        if self.shared_qk:
+            output, lse = _fall_back_to_self(output, lse, query, key, value, chunks)
+        return output.to(query.dtype), lse if return_lse else None
+
+    @torch.no_grad()
+    def _plan(self, query: Tensor, key: Tensor, mask: Mask, query_offset: int) -> ChunkPlan:
+        """Hash, sort, and lay chunks of queries beside windows of keys."""
+        batch_size, num_heads, query_len, head_dim = query.shape
+        num_kv_heads, key_len = key.shape[1:3]
+        device, size = query.device, self.bucket_size
+        rotations = self._rotations(head_dim, key_len, device)
+        positions = torch.arange(key_len, device=device)
+        key_buckets = _hash(key, rotations)  # [rounds, batch, kv_heads, key_len]
+        keep = padding_of(mask)
+        if keep is not None:
+            num_buckets = _num_buckets(rotations)
+            hidden = ~keep.expand(batch_size, key_len)[:, None]
+            key_buckets = key_buckets.masked_fill(hidden, num_buckets)
+        key_codes, key_order = (key_buckets * key_len + positions).sort(dim=-1)
+        key_rank = torch.empty_like(key_order).scatter_(-1, key_order, positions.expand_as(key_order))
+
+        if self.shared_qk:
+            row_codes, row_order = key_codes, key_order
+        else:
+            row_positions = (torch.arange(query_len, device=device) + query_offset).clamp(0, key_len - 1)
+            row_codes, row_order = (_hash(query, rotations) * key_len + row_positions).sort(dim=-1, stable=True)
+            key_codes = key_codes.repeat_interleave(num_heads // num_kv_heads, dim=2)
+
+        # A window ends where the keys of its chunk's middle row end, plus half a chunk: with as many keys as
+        # rows in each bucket, that is where the chunk itself ends.
+        num_chunks = -(-query_len // size)
+        half = (size - 1) // 2
+        middle = (torch.arange(num_chunks, device=device) * size + half).clamp(max=query_len - 1)
+        ends = torch.searchsorted(key_codes, row_codes[..., middle].contiguous(), right=True) + size - half - 1
+        width = min((1 + self.look_back + self.look_ahead) * size, key_len)
+        latest = torch.tensor(key_len - width, device=device)
+        if keep is not None:
+            latest = (keep.expand(batch_size, key_len).sum(-1) - width).clamp(min=0)[:, None, None]
+        starts = torch.minimum((ends + self.look_ahead * size - width).clamp(min=0), latest)
+
+        row_starts = starts.repeat_interleave(size, dim=-1)[..., :query_len]
+        filled = torch.nn.functional.pad(row_order, (0, num_chunks * size - query_len), value=-1)
+        return ChunkPlan(
+            row_order=filled,
+            key_order=key_order,
+            key_rank=key_rank,
+            chunk_start=starts,
+            row_start=torch.empty_like(row_order).scatter_(-1, row_order, row_starts),
+            chunk_size=size,
+            width=width,
+        )
+
+    def _rotations(self, head_dim: int, key_len: int, device: torch.device) -> list[Tensor]:
+        """The factors of the hash, each ``[rounds, head_dim, buckets / 2]``; the buckets are their product."""
+        wanted = max(2, 2 * round(key_len / (2 * self.bucket_size)))
+        factors = [wanted]
+        if wanted > _MOST_BUCKETS:
+            first = 2 * max(1, round(wanted**0.5 / 2))
+            factors = [first, 2 * max(1, round(wanted / first / 2))]
+        generator = torch.Generator().manual_seed(draw_seed() if self.seed is None else self.seed)
+        return [
+            torch.randn(self.num_hashes, head_dim, factor // 2, generator=generator).to(device) for factor in factors
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Found(Mask):
+    """The pairs that some round brought together; a token pairs with itself only where ``alone`` says so."""
+
+    plan: ChunkPlan
+    group: int
+    alone: Tensor | None = None  # [batch, heads, query_len]; None where a token is like any other key
+
+    def allows(self, batch: Tensor, head: Tensor, row: Tensor, key: Tensor, query_offset: int) -> Tensor:
+        kv_head = head // self.group
+        found = self.plan.meets(0, batch, head, kv_head, row, key)
+        for index in range(1, self.plan.num_rounds):
+            found = found | self.plan.meets(index, batch, head, kv_head, row, key)
+        if self.alone is None:
+            return found
+        is_self = key == row + query_offset
+        return torch.where(is_self, self.alone[batch, head, row], found)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.plan.key_rank, self.plan.row_start)
+
+
+def _hash(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
+    """The bucket of each vector in each round, ``[rounds, batch, heads, n]``: the nearest of +-R's columns."""
+    num_hashes = rotations[0].shape[0]
+    buckets = torch.zeros(num_hashes, *vectors.shape[:3], dtype=torch.int64, device=vectors.device)
+    for batch in range(vectors.shape[0]):
+        for head in range(vectors.shape[1]):
+            x = vectors[batch, head].float()
+            for rotation in rotations:
+                projected = x @ rotation
+                high, high_at = projected.max(dim=-1)
+                low, low_at = projected.min(dim=-1)
+                half = rotation.shape[2]
+                bucket = torch.where(high >= -low, high_at, low_at + half)
+                buckets[:, batch, head].mul_(2 * half).add_(bucket)
+    return buckets
+
+
+def _num_buckets(rotations: list[Tensor]) -> int:
+    product = 1
+    for rotation in rotations:
+        product *= 2 * rotation.shape[2]
+    return product
+
+
+def _fall_back_to_self(
+    output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """Where a token saw no other key, it attends to itself, if the mask lets it."""
+    batch_size, num_heads, length, _ = query.shape
+    device = query.device
+    index = torch.arange(length, device=device)
+    batch = torch.arange(batch_size, device=device)[:, None, None]
+    head = torch.arange(num_heads, device=device)[:, None]
+    alone = (lse == -torch.inf) & chunks.mask.allows(batch, head, index, index, chunks.query_offset)
+    own = (query.to(lse.dtype) * key.to(lse.dtype)).sum(-1) * chunks.scale
+    value = value.to(output.dtype)
+    if chunks.dropout_p:
+        value = value * keep_scale(chunks.dropout_p, chunks.dropout_seed, batch, head, index, index)[..., None]
+    return merge([(output, lse), (value, own.masked_fill(~alone, -torch.inf))])

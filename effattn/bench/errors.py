@@ -1,0 +1,198 @@
+"""The errors of a backend on sampled query rows, in float64, the three kinds told apart.
+
+* implementation: the backend against dense attention over its own pattern: rounding, or a mistake in the
+code;
+* approximation: that dense attention against full attention under the caller's mask: what the method gives
+up;
+* total: the backend against full attention.
+
+Everything is computed for a sample of query rows, a block at a time, so that no length needs an n x n matrix.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from effattn import cost, reference
+from effattn.masks import Mask, hide_padding
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pattern keeps of what a mask allows."""
+
+    pairs: float  # over all batch rows, heads and query rows
+    density: float
+    keys_per_query: float
+
+
+def sample_rows(query_len: int, num_rows: int, seed: int) -> Int[Tensor, " rows"]:
+    """Query rows in order: all, or one from each of ``num_rows`` equal stretches; the last is always among them."""
+    if num_rows >= query_len:
+        return torch.arange(query_len)
+    within = torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    limits = torch.arange(num_rows + 1) * query_len // num_rows
+    rows = limits[:-1] + (within * limits.diff()).long()
+    rows[-1] = query_len - 1
+    return rows
+
+
+def work(
+    query: Float[Tensor, "batch heads query_len head_dim"],
+    key_len: int,
+    *,
+    mask: Mask,
+    pattern: Mask,
+    rows: Int[Tensor, " rows"],
+) -> Work:
+    """Attended pairs of ``pattern`` and their share of those that ``mask`` allows.
+
+    The share is exact where ``pattern`` is ``mask`` and comes from ``rows`` otherwise; the mask's pairs are
+    exact.
+    """
+    sizes = (*query.shape[:3], key_len)
+    allowed = cost.attended_pairs(mask, *sizes, device=query.device)
+    density = 1.0
+    if pattern is not mask:
+        kept, of = (cost.attended_pairs(m, *sizes, rows=rows, device=query.device) for m in (pattern, mask))
+        density = cost.density(kept, of)
+    pairs = density * allowed
+    return Work(pairs, density, pairs / query.shape[:3].numel())
+
+
+def output_errors(
+    output: Float[Tensor, "batch heads query_len value_dim"],
+    query: Float[Tensor, "batch heads query_len head_dim"],
+    key: Float[Tensor, "batch kv_heads key_len head_dim"],
+    value: Float[Tensor, "batch kv_heads key_len value_dim"],
+    *,
+    mask: Mask,
+    pattern: Mask,
+    scale: float,
+    rows: Int[Tensor, " rows"],
+) -> dict[str, float]:
+    """The error fields of a record for a backend's ``output`` under ``mask``, where it attends to
+    ``pattern``.
+
+    ``recall`` is the share of full attention's weight that the pattern keeps, the mean over rows.
+    ``oracle_rel_l2`` is the approximation error of keeping in each row the keys with the largest weights,
+    as many as the pattern keeps there. Where ``pattern`` is ``mask`` itself nothing is approximated: 0, 1
+    and 0, exactly.
+
+    Raises:
+        ArithmeticError: if a sampled row of the output is not finite.
+    """
+    ours = output[:, :, rows].double()
+    if not ours.isfinite().all():
+        broken = int((~ours.isfinite()).sum())
+        raise ArithmeticError(f"{broken} of {ours.numel()} sampled values of the output are NaN or infinite")
+    (value,) = hide_padding(mask, value.double())
+    exact = pattern is mask
+    blocks = list(_blocks(query, key, value, mask=mask, pattern=pattern, scale=scale, rows=rows))
+    full = torch.cat([block.full for block in blocks], dim=2)
+    kept = full if exact else torch.cat([block.kept for block in blocks], dim=2)
+    oracle = full if exact else torch.cat([block.oracle for block in blocks], dim=2)
+    recalls = torch.cat([block.recalls for block in blocks])
+    return {
+        "implementation_rel_l2": rel_l2(ours, kept),
+        "approximation_rel_l2": rel_l2(kept, full),
+        "total_rel_l2": rel_l2(ours, full),
+        "total_cosine": float(torch.cosine_similarity(ours.flatten(), full.flatten(), dim=0)),
+        "total_max_abs": float((ours - full).abs().max()),
+        "recall": 1.0 if exact else float(recalls.mean()),
+        "oracle_rel_l2": rel_l2(oracle, full),
+    }
+
+
+def gradient_errors(
+    grads: tuple[Tensor, Tensor, Tensor],
+    query: Float[Tensor, "batch heads query_len head_dim"],
+    key: Float[Tensor, "batch kv_heads key_len head_dim"],
+    value: Float[Tensor, "batch kv_heads key_len value_dim"],
+    grad_output: Float[Tensor, "batch heads query_len value_dim"],
+    *,
+    mask: Mask,
+    pattern: Mask,
+    scale: float,
+) -> dict[str, float]:
+    """The three errors of the gradients of query, key and value, taken together; time O(query_len x key_len).
+
+    Raises:
+        ArithmeticError: if a gradient is not finite.
+    """
+    ours = _flat(grads)
+    if not ours.isfinite().all():
+        broken = int((~ours.isfinite()).sum())
+        raise ArithmeticError(f"{broken} of {ours.numel()} values of the gradients are NaN or infinite")
+    full = _flat(reference.gradients(query, key, value, grad_output, mask=mask, scale=scale))
+    kept = full
+    if pattern is not mask:
+        kept = _flat(reference.gradients(query, key, value, grad_output, mask=pattern, scale=scale))
+    return {
+        "grad_implementation_rel_l2": rel_l2(ours, kept),
+        "grad_approximation_rel_l2": rel_l2(kept, full),
+        "grad_total_rel_l2": rel_l2(ours, full),
+    }
+
+
+def rel_l2(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want|; 0 where both are 0, infinite where only ``want`` is."""
+    difference = (got - want).norm()
+    return float(difference / want.norm()) if difference else 0.0
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some rows of the three exact outputs, and the recall of each row, batch row and head that sees anything."""
+
+    full: Tensor
+    kept: Tensor
+    oracle: Tensor
+    recalls: Tensor
+
+
+def _blocks(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, pattern: Mask, scale: float, rows: Tensor
+) -> Iterator[_Block]:
+    of_mask = reference.score_rows(query, key, mask=mask, scale=scale, rows=rows)
+    if pattern is mask:
+        for block in of_mask:
+            output = _weigh(block.weights, value)
+            yield _Block(output, output, output, output.new_ones(1))
+        return
+    of_pattern = reference.score_rows(query, key, mask=pattern, scale=scale, rows=rows)
+    for full, kept in zip(of_mask, of_pattern, strict=True):
+        weights = full.weights
+        attended = (kept.allowed & full.allowed).expand_as(weights)
+        sees = full.allowed.any(-1).expand(weights.shape[:3])
+        yield _Block(
+            full=_weigh(weights, value),
+            kept=_weigh(kept.weights, value),
+            oracle=_weigh(_largest(weights, attended.sum(-1)), value),
+            recalls=(weights * attended).sum(-1)[sees],
+        )
+
+
+def _largest(weights: Tensor, budget: Tensor) -> Tensor:
+    """The ``budget[..., row]`` largest weights of each row, made to sum to 1 again; the others 0."""
+    most = int(budget.max())
+    if most == 0:
+        return torch.zeros_like(weights)
+    values, index = weights.topk(most, dim=-1)
+    values = values.masked_fill(torch.arange(most, device=weights.device) >= budget[..., None], 0.0)
+    total = values.sum(-1, keepdim=True)
+    return torch.zeros_like(weights).scatter(-1, index, values / torch.where(total > 0, total, 1.0))
+
+
+def _weigh(weights: Tensor, value: Tensor) -> Tensor:
+    """``weights @ value`` with the values' heads shared among groups of query heads."""
+    grouped = rearrange(weights, "b (h_kv g) r s -> b h_kv (g r) s", h_kv=value.shape[1])
+    return rearrange(grouped @ value, "b h_kv (g r) d -> b (h_kv g) r d", r=weights.shape[2])
+
+
+def _flat(tensors: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])

@@ -1,0 +1,85 @@
+"""The records of a study: ``records.jsonl``, one JSON object a line and cell, appended by one process.
+
+A line is on the disk before the next cell begins. A process that was killed while it wrote leaves at most a
+torn last line, which is cut off when the file is next opened for writing. A cell that was measured again
+has two lines, of which the later one counts.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def read(path: Path) -> dict[str, Record]:
+    """The records at ``path`` by cell key, the last of each; none where there is no file. A torn end is
+    left out.
+
+    Raises:
+        ValueError: naming file and line, where anything but the end is no record.
+    """
+    records: dict[str, Record] = {}
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+            records[record["cell"]] = record
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"records: line {number} of {path} is no record: {line[:60]!r}") from None
+    return records
+
+
+class RecordWriter:
+    """Appends records to a file that no other process may write meanwhile; a context manager.
+
+    Raises:
+        ValueError: if another process is writing to the same file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab+")
+        try:
+            _lock(self._file.fileno())
+        except OSError:
+            self._file.close()
+            raise ValueError(f"records: another sweep is writing to {path}") from None
+        self._cut_torn_end()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record, on the disk when this returns."""
+        line = json.dumps(record, allow_nan=False).encode()
+        self._file.write(line + b"\n")
+        self._flush()
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _cut_torn_end(self) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        self._file.truncate(content.rfind(b"\n") + 1)
+        self._flush()
+
+    def _flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _lock(descriptor: int) -> None:
+    """Hold the file until this process ends, however it ends; ``OSError`` where another one holds it."""
+    if os.name == "posix":
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,242 @@
+"""Run a study to its end: what is refused, what is measured, what is already known; then figures and report.
+
+Results go to ``OUT/<study>/<machine>/``: ``study.yaml`` (as it was resolved), ``records.jsonl``,
+``summary.csv``, ``figures/`` and ``report.html``. Running the same command again measures only cells that
+have no record yet.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+import effattn
+from effattn.bench.capture import CaptureInfo, CaptureSource, captured_info, ensure_captured, max_seq_len
+from effattn.bench.machine import Machine
+from effattn.bench.records import Record, RecordWriter, read
+from effattn.bench.study import Cell, Study, pick_device
+from effattn.bench.workers import Outcome, Workers, load_plugin, memory_limit_bytes
+
+
+def sweep(
+    study: Study,
+    *,
+    out: Path = Path("results"),
+    machine_label: str | None = None,
+    retry: bool = False,
+    fresh: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Measure every cell of ``study`` that has no record yet, draw, and return the folder of the results.
+
+    Args:
+        out: where the folder ``<study>/<machine>`` is, or is made.
+        machine_label: the machine's name where the derived one does not please.
+        retry: measure the cells again that did not end well.
+        fresh: begin anew; the old folder is moved aside, not deleted.
+
+    Raises:
+        ValueError: for a study that cannot be run here, before anything is measured; or if another sweep is
+            writing to the same folder.
+    """
+    console = console or _console()
+    study = resolve(study, console)
+    machine = Machine.this(study.device, machine_label)
+    folder = out / study.name / machine.machine
+    if fresh and folder.exists():
+        console.print(f"Moved the results so far to {_set_aside(folder)}", highlight=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    with RecordWriter(folder / "records.jsonl") as writer:
+        study.save(folder / "study.yaml")
+        cells = study.cells()
+        known = read(writer.path)
+        todo = [cell for cell in cells if cell.key not in known or (retry and known[cell.key]["status"] != "ok")]
+        _tell_what_is_known([known[cell.key] for cell in cells if cell not in todo], machine, console)
+        if todo:
+            _measure(todo, study, machine, writer, console)
+    return draw(folder, console)
+
+
+def resolve(study: Study, console: Console) -> Study:
+    """``study`` as it runs here: plugins imported, backends and device named, input captured, its sizes
+    filled in.
+
+    Raises:
+        ValueError: for an unknown backend, a device that is not there, or sizes that are missing or do not
+        fit.
+    """
+    for plugin in study.plugins:
+        load_plugin(plugin)
+    specs = [name for spec in study.backends for name in (effattn.names() if spec == "all" else (spec,))]
+    backends = dict.fromkeys(str(effattn.get(spec)) for spec in specs)
+    device = pick_device(study.device)
+    captured = _capture(study.source, study.seq_lens, console) if "captured" in study.inputs else None
+    return study.replace(backends=list(backends), device=device, **_sizes(study, captured))
+
+
+def draw(folder: Path, console: Console | None = None) -> Path:
+    """Tables, figures and report in ``folder`` from its records of the study there; returns ``folder``.
+
+    Raises:
+        ValueError: if ``folder`` holds no results.
+    """
+    import pandas as pd
+
+    from effattn.bench.figures import draw_all
+    from effattn.bench.report import print_table, summary_table, write_report
+
+    console = console or _console()
+    if not (folder / "study.yaml").exists():
+        raise ValueError(f"plot: {folder} must be a folder of results, with study.yaml and records.jsonl")
+    known = read(folder / "records.jsonl")
+    cells = Study.load(folder / "study.yaml").cells()
+    records = pd.DataFrame([known[cell.key] for cell in cells if cell.key in known])
+    summary_table(records).to_csv(folder / "summary.csv", index=False)
+    figures = draw_all(records, folder / "figures")
+    report = write_report(records, figures, folder)
+    print_table(records, console)
+    console.print(f"\n{report}", highlight=False, soft_wrap=True)
+    return folder
+
+
+def _capture(source: CaptureSource, seq_lens: Sequence[int], console: Console) -> CaptureInfo:
+    """See that captured input is there for every length that the model can read."""
+    try:
+        known = captured_info(source)
+        positions, captured_len = known.max_seq_len, known.seq_len
+    except ValueError:  # nothing is captured yet: only the model can tell, which takes longer
+        positions, captured_len = max_seq_len(source), 0
+    readable = [seq_len for seq_len in seq_lens if positions is None or seq_len <= positions]
+    if not readable:
+        raise ValueError(f"study: seq_lens must hold one up to {positions}, the positions of {source.model}")
+    if max(readable) > captured_len:
+        console.print(f"Capturing {max(readable)} tokens of {source}, which is done once", highlight=False)
+    return ensure_captured(source, max(readable))
+
+
+def _sizes(study: Study, captured: CaptureInfo | None) -> dict[str, int]:
+    """The sizes of heads that the study leaves open, from the captured model; and whether all fits."""
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    model = {name: getattr(captured, name) for name in names if captured}
+    asked = {name: size for name in names if (size := getattr(study, name)) is not None}
+    for name, size in asked.items():
+        if size != model.get(name, size):
+            raise ValueError(f"study: {name} must be that of {study.model}, {model[name]}, got {size}")
+    sizes = {**asked, **model}
+    for name in ("num_heads", "head_dim"):
+        if name not in sizes:
+            raise ValueError(f"study: {name} must be given where no input is captured from a model")
+    num_heads, num_kv_heads = sizes["num_heads"], sizes.setdefault("num_kv_heads", sizes["num_heads"])
+    if num_heads % num_kv_heads:
+        raise ValueError(f"study: num_heads must be a multiple of num_kv_heads, {num_kv_heads}, got {num_heads}")
+    if captured and study.batch_size > len(captured.layers):
+        raise ValueError(
+            f"study: batch_size must be at most {len(captured.layers)}, the captured layers, got {study.batch_size}"
+        )
+    return sizes
+
+
+def _measure(cells: list[Cell], study: Study, machine: Machine, writer: RecordWriter, console: Console) -> None:
+    limit = memory_limit_bytes(study.memory_limit)
+    with Workers(study.plugins, limit, study.timeout_s) as workers, _progress(cells, console) as advance:
+        refusals = workers.refusals(cells)
+        for cell in cells:
+            started_at = datetime.now(UTC).isoformat(timespec="seconds")
+            refusal = refusals.get(cell.key)
+            outcome = Outcome("unsupported", refusal) if refusal else workers.measure(cell)
+            writer.append(
+                {
+                    "study": study.name,
+                    **cell.identity,
+                    "status": outcome.status,
+                    "reason": outcome.reason,
+                    **outcome.measured,
+                    **machine.record,
+                    "started_at": started_at,
+                    "wall_s": outcome.wall_s,
+                }
+            )
+            advance(cell, outcome)
+
+
+class _Advance:
+    """Shows each cell as it ends: a line, and on a terminal a bar with the time left below the lines."""
+
+    def __init__(self, cells: Sequence[Cell], progress: Progress) -> None:
+        self.progress, self.count, self.done = progress, len(cells), 0
+        self.task = progress.add_task("", total=sum(map(_expected_work, cells)), cells=f"0/{self.count}")
+
+    def __call__(self, cell: Cell, outcome: Outcome) -> None:
+        self.done += 1
+        place = f"{self.done}/{self.count}"
+        self.progress.update(self.task, advance=_expected_work(cell), cells=place)
+        style = "" if outcome.status == "ok" else "red"
+        line = f"[{place}] {cell}: {_summary(outcome)}"
+        self.progress.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(cells: Sequence[Cell], console: Console) -> Iterator[_Advance]:
+    columns = (
+        BarColumn(),
+        TextColumn("{task.fields[cells]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # The estimate of the time left looks back over the whole sweep, because cells differ so much.
+    progress = Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=24 * 3600)
+    with progress:
+        yield _Advance(cells, progress)
+
+
+def _expected_work(cell: Cell) -> float:
+    """What a cell takes, in cells of no work: a process start, and something between linear and quadratic."""
+    return 1 + (cell.seq_len / 2048) ** 1.5 * (2.5 if cell.pass_name == "forward_backward" else 1)
+
+
+def _summary(outcome: Outcome) -> str:
+    if outcome.status != "ok":
+        return f"{outcome.status.replace('_', ' ')}: {outcome.reason}"
+    got: Mapping[str, Any] = outcome.measured
+    time_ms = got["forward_ms_median"] + got.get("backward_ms_median", 0.0)
+    return (
+        f"{time_ms:.4g} ms, {got['peak_memory_bytes'] / 2**20:.4g} MiB, "
+        f"error {got['implementation_rel_l2']:.1e} + {got['approximation_rel_l2']:.3g}"
+    )
+
+
+def _tell_what_is_known(records: Sequence[Record], machine: Machine, console: Console) -> None:
+    if records:
+        console.print(f"{len(records)} cells have been measured before; --fresh measures them again", highlight=False)
+    others = {record["commit"] for record in records} - {machine.commit}
+    if others:
+        console.print(
+            f"Some of them with other code ({', '.join(map(str, others))}, now {machine.commit})",
+            style="yellow",
+            highlight=False,
+        )
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename ``folder`` to the first of ``folder.1``, ``folder.2``, ... that is free."""
+    free = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.{n}")).exists())
+    os.rename(folder, free)
+    return free

@@ -1,0 +1,116 @@
+"""How long a call takes: every repeat in milliseconds, after a warm-up.
+
+A call is a chain of stages that are timed one by one in each repeat, each taking what the one before
+returned: a forward pass and then its backward pass, on a graph that is fresh every time (some compiled
+backward passes refuse a retained one). On CUDA, stages are timed with events and start with a cold
+second-level cache, as in ``triton.testing.do_bench``; on a CPU with the clock of ``torch.utils.benchmark``
+and the garbage collector off, as in its ``Timer``.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.benchmark import timer as synchronized_clock
+
+Stages = Mapping[str, Callable[[Any], Any]]
+
+MAX_REPEATS = 100
+_CACHE_BYTES = 256 * 2**20  # more than any second-level cache holds
+
+
+def time_first(stages: Stages) -> tuple[float, Any]:
+    """Milliseconds of one run of all stages, with whatever a first call sets up, and what the last returned."""
+    start = synchronized_clock()
+    result = _run(stages)
+    return 1e3 * (synchronized_clock() - start), result
+
+
+def time_repeats(stages: Stages, *, device: str, repeats: int, min_time_s: float) -> dict[str, list[float]]:
+    """Milliseconds of each stage in each repeat.
+
+    Args:
+        stages: by name, in their order; the first is called with None.
+        device: "cpu" or "cuda".
+        repeats: how many at least.
+        min_time_s: more repeats, up to ``MAX_REPEATS``, until they take this long together.
+    """
+    with _garbage_collector_off():
+        run_s = _warm_up(stages, min_time_s / 4)
+        count = max(repeats, min(MAX_REPEATS, math.ceil(min_time_s / run_s)))
+        return (_time_on_cuda if device == "cuda" else _time_on_cpu)(stages, count)
+
+
+def quantiles(name: str, times_ms: list[float]) -> dict[str, Any]:
+    """The fields of a record for the times of one stage."""
+    p20, median, p80 = np.quantile(times_ms, [0.2, 0.5, 0.8])
+    return {
+        f"{name}_ms_median": float(median),
+        f"{name}_ms_p20": float(p20),
+        f"{name}_ms_p80": float(p80),
+        f"{name}_ms_repeats": [round(time_ms, 6) for time_ms in times_ms],
+    }
+
+
+def _run(stages: Stages) -> Any:
+    result = None
+    for stage in stages.values():
+        result = stage(result)
+    return result
+
+
+def _warm_up(stages: Stages, at_least_s: float) -> float:
+    """Run until this long has passed, at least once; seconds of the fastest run."""
+    begin, fastest_s = synchronized_clock(), math.inf
+    while True:
+        start = synchronized_clock()
+        _run(stages)
+        end = synchronized_clock()
+        fastest_s = min(fastest_s, end - start)
+        if end - begin >= at_least_s:
+            return fastest_s
+
+
+def _time_on_cpu(stages: Stages, count: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in stages}
+    for _ in range(count):
+        result = None
+        for name, stage in stages.items():
+            start = synchronized_clock()
+            following = stage(result)
+            times[name].append(1e3 * (synchronized_clock() - start))
+            result = following  # only now, so that freeing what came before is not timed
+    return times
+
+
+def _time_on_cuda(stages: Stages, count: int) -> dict[str, list[float]]:
+    def event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    laps = [{name: (event(), event()) for name in stages} for _ in range(count)]
+    cache = torch.empty(_CACHE_BYTES, dtype=torch.int8, device="cuda")
+    for lap in laps:
+        result = None
+        for name, stage in stages.items():
+            cache.zero_()
+            lap[name][0].record()
+            result = stage(result)
+            lap[name][1].record()
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(end) for start, end in (lap[name] for lap in laps)] for name in stages}
+
+
+@contextmanager
+def _garbage_collector_off() -> Iterator[None]:
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
