@@ -72,6 +72,7 @@ def attention(
             return_lse=return_lse,
         )
     )
+    lse: Tensor | None
     if 0 in (batch_size, num_heads, query_len, key_len):
         output, lse = _nothing(query, key, value)
     else:

@@ -214,7 +214,9 @@ class Backend:
         """What the backend effectively attends to under ``mask``. Exact backends return ``mask`` itself."""
         return mask
 
-    def reference_bias(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> reference.BiasFunction | None:
+    def reference_bias(
+        self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int
+    ) -> reference.BiasFunction | None:
         """What the backend adds to the scores of its pattern, as a function of (batch, head, row, key), or None.
 
         For backends that weigh the pairs of their pattern, such as one that counts a key several times.

@@ -457,8 +457,9 @@ class Taken(Mask):
 
     @property
     def is_relative(self) -> bool:
-        by_index = isinstance(self.rows, Tensor) or isinstance(self.keys, Tensor)
-        return not by_index and _affine(self.rows)[1] == _affine(self.keys)[1] and self.mask.is_relative
+        if isinstance(self.rows, Tensor) or isinstance(self.keys, Tensor):
+            return False
+        return _affine(self.rows)[1] == _affine(self.keys)[1] and self.mask.is_relative
 
     def coverage(self, rows: Range, keys: Range, query_offset: int) -> Coverage:
         if isinstance(self.rows, Tensor) or isinstance(self.keys, Tensor):
@@ -554,7 +555,8 @@ def conjuncts(mask: Mask) -> tuple[Mask, ...]:
 def band_of(mask: Mask) -> tuple[Window, Mask]:
     """``mask`` as ``band & rest``: all plain windows (causal is one) joined into one, and what is left."""
     bands = [m for m in conjuncts(mask) if isinstance(m, Window) and m.dilation == 1]
-    rest = reduce(Mask.__and__, (m for m in conjuncts(mask) if m not in bands), Everything())
+    everything: Mask = Everything()
+    rest = reduce(Mask.__and__, (m for m in conjuncts(mask) if m not in bands), everything)
     lefts = [m.left for m in bands if m.left is not None]
     rights = [m.right for m in bands if m.right is not None]
     return Window(min(lefts, default=None), min(rights, default=None)), rest

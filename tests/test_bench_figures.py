@@ -164,13 +164,14 @@ def test_a_failed_cell_leaves_a_gap_and_a_mark(name: str, draw: Callable[[Any], 
     assert legend(figure)[-2:] == ["timeout", "full at 1k"]
 
 
-def test_marks_stand_above_all_data(draw: Callable[[Any], dict[str, Figure]]) -> None:
-    records = [*sweep("lsh"), *(record("full", n, status="crashed" if n > 2048 else "ok") for n in LENGTHS)]
-    ax = draw(records)["time_vs_length"].axes[0]
-    (mark,) = failure_marks(ax)
+def test_marks_stand_above_all_data_a_row_for_each_backend(draw: Callable[[Any], dict[str, Figure]]) -> None:
+    late = [record(name, n, status="crashed" if n > 2048 else "ok") for name in (*EXACT, "flex") for n in LENGTHS]
+    ax = draw([*sweep("lsh"), *late])["time_vs_length"].axes[0]
+    heights = [mark.get_ydata()[0] for mark in failure_marks(ax)]
     _, highest = ax.transAxes.inverted().transform(ax.transData.transform((4096, 40.96)))
-    assert highest < min(mark.get_ydata()) - 0.02
-    assert max(mark.get_ydata()) <= 1
+    assert len(set(heights)) == 3
+    assert highest < min(heights) - 0.02
+    assert max(heights) <= 1
 
 
 def test_a_backend_that_never_ran_is_in_the_legend_and_not_in_the_panel(
@@ -212,6 +213,26 @@ def test_error_columns_are_the_output_and_the_gradients(draw: Callable[[Any], di
     assert line(gradients, "lsh").get_ydata() == pytest.approx(2 * line(output, "lsh").get_ydata())
     (floor,) = [x for x in output.lines if x.get_linestyle() == "--"]
     assert floor.get_ydata() == pytest.approx(0.1 * line(output, "lsh").get_ydata())
+
+
+def test_an_exact_backend_has_no_floor(draw: Callable[[Any], dict[str, Figure]]) -> None:
+    figure = draw(sweep("full", oracle_rel_l2=2e-16))["error_vs_length"]
+    assert not any(np.isfinite(x.get_ydata()).any() for x in figure.axes[0].lines)
+    assert legend(figure) == ["exact (error 0)", "full"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "base", "ticks"),
+    [
+        (1, 40, 10, [1, 2, 5, 10, 20]),
+        (1, 2000, 10, [1, 3, 10, 30, 100, 300, 1000]),
+        (1, 1e6, 10, [1, 10, 100, 1000, 1e4, 1e5, 1e6]),
+        (0.2, 0.5, 10, [0.2, 0.3, 0.4, 0.5]),
+        (1, 2**16, 2, [1, 8, 64, 512, 4096, 2**15]),
+    ],
+)
+def test_ticks_are_few_and_round(low: float, high: float, base: int, ticks: list[float]) -> None:
+    assert figures._log_ticks(low, high, base, count=8) == pytest.approx(ticks)
 
 
 def test_gaps_that_many_share_are_one_entry(draw: Callable[[Any], dict[str, Figure]]) -> None:

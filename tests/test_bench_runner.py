@@ -93,6 +93,12 @@ def console():
     return Console(file=io.StringIO(), width=120)
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures take seconds; where they are not the point they are left out."""
+    monkeypatch.setattr(runner, "draw", lambda folder, console: folder)
+
+
 def sweep(study, tmp_path, console, **options):
     return runner.sweep(study, out=tmp_path, machine_label="here", console=console, **options)
 
@@ -111,31 +117,41 @@ def command(path, tmp_path):
     return [sys.executable, "-c", RUN, "sweep", str(path), "--out", str(tmp_path), "--machine-label", "here"]
 
 
-def test_a_sweep_measures_draws_and_resumes(tmp_path, console):
-    study = Study.parse(TINY)
-    folder = sweep(study, tmp_path, console)
+def test_a_sweep_measures_and_draws(tmp_path, console):
+    folder = sweep(Study.parse(TINY), tmp_path, console)
     assert folder == tmp_path / "tiny" / "here"
-    (line,) = lines(folder)
-    record = json.loads(line)
+    (record,) = map(json.loads, lines(folder))
     assert record["status"] == "ok"
     assert (record["study"], record["machine"], record["pass"]) == ("tiny", "here", "forward")
     assert record["wall_s"] > 0
     assert (folder / "summary.csv").read_text().count("\n") == 2
     assert (folder / "report.html").stat().st_size > 0
     assert list((folder / "figures").glob("time_vs_length*.png"))
+    assert "[1/1] full 16 forward: " in console.file.getvalue()
 
-    wider = study.replace(seq_lens=[16, 24], backends=["full", "flex"], passes=["forward_backward", "forward"])
-    sweep(wider.replace(backends=["full"], passes=["forward"]), tmp_path, console)
+    # What was written needs neither the plugins nor the device to be drawn again.
+    path = folder / "study.yaml"
+    path.write_text(
+        path.read_text().replace("device: cpu", "device: cuda").replace("plugins: []", "plugins: [gone.py]")
+    )
+    (folder / "report.html").unlink()
+    runner.draw(folder, console)
+    assert (folder / "report.html").exists()
+    with pytest.raises(ValueError, match=r"plot: .* must be a folder of results"):
+        runner.draw(tmp_path, console)
+
+
+def test_a_study_that_grew_measures_only_what_is_new(tmp_path, console, undrawn):
+    study = Study.parse(TINY)
+    (line,) = lines(sweep(study, tmp_path, console))
+    folder = sweep(study.replace(seq_lens=[24, 16]), tmp_path, console)
     assert lines(folder)[0] == line
-    assert len(lines(folder)) == 2
-    assert (folder / "summary.csv").read_text().count("\n") == 3
-
+    assert [json.loads(line)["seq_len"] for line in lines(folder)] == [16, 24]
     sweep(study, tmp_path, console)
     assert len(lines(folder)) == 2
-    assert (folder / "summary.csv").read_text().count("\n") == 2  # what this study asks for; the rest is kept
 
 
-def test_what_is_refused_is_a_row_with_its_reasons_and_costs_no_process(tmp_path, console):
+def test_what_is_refused_is_a_row_with_its_reasons_and_costs_no_process(tmp_path, console, undrawn):
     study = Study.parse({**TINY, "backends": ["flex"], "passes": ["forward_backward"]})
     (record,) = map(json.loads, lines(sweep(study, tmp_path, console)))
     assert record["status"] == "unsupported"
@@ -144,7 +160,7 @@ def test_what_is_refused_is_a_row_with_its_reasons_and_costs_no_process(tmp_path
     assert "forward_ms_median" not in record
 
 
-def test_retry_and_fresh(tmp_path, console):
+def test_retry_and_fresh(tmp_path, console, undrawn):
     study = Study.parse(TINY)
     folder = tmp_path / "tiny" / "here"
     folder.mkdir(parents=True)
@@ -165,17 +181,18 @@ def test_retry_and_fresh(tmp_path, console):
     assert len(lines(tmp_path / "tiny" / "here.1")) == 2
 
 
-def test_plotting_needs_neither_plugins_nor_the_device(tmp_path, console):
-    folder = sweep(Study.parse(TINY), tmp_path, console)
-    path = folder / "study.yaml"
-    path.write_text(
-        path.read_text().replace("device: cpu", "device: cuda").replace("plugins: []", "plugins: [gone.py]")
-    )
-    (folder / "report.html").unlink()
-    runner.draw(folder, console)
-    assert (folder / "report.html").exists()
-    with pytest.raises(ValueError, match="plot: .* must be a folder of results"):
-        runner.draw(tmp_path, console)
+def test_only_the_cells_of_the_study_are_drawn_and_the_last_record_of_each(tmp_path, console, monkeypatch):
+    study = runner.resolve(Study.parse({**TINY, "seq_lens": [16, 32, 64]}), console)
+    fields = {"study": "tiny", "status": "ok", "machine": "here"}
+    records = [{**fields, **cell.identity, "forward_ms_median": 1.0} for cell in study.cells()]
+    records.append({**records[0], "forward_ms_median": 2.0})
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    study.replace(seq_lens=[64, 16, 128]).save(tmp_path / "study.yaml")
+    drawn = []
+    monkeypatch.setattr("effattn.bench.figures.draw_all", lambda records, out: drawn.append(records) or [])
+    runner.draw(tmp_path, console)
+    assert drawn[0]["seq_len"].tolist() == [64, 16]
+    assert drawn[0]["forward_ms_median"].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +260,13 @@ def test_backends_that_misbehave_are_rows_and_the_sweep_goes_on(tmp_path):
         "sleeps": "timeout",
         "full": "ok",
     }
-    assert records["raises"]["reason"] == "TwoArguments: not today (misbehaving.py:29)"
+    code = MISBEHAVING.splitlines()
+    raises, aborts = (
+        1 + code.index(f"        {line}") for line in ('raise TwoArguments("not", "today")', "os.abort()")
+    )
+    assert records["raises"]["reason"] == f"TwoArguments: not today (misbehaving.py:{raises})"
     assert "can't allocate memory" in records["hoards"]["reason"]
-    assert records["aborts"]["reason"] == "the worker was ended by SIGABRT (misbehaving.py:48)"
+    assert records["aborts"]["reason"] == f"the worker was ended by SIGABRT (misbehaving.py:{aborts})"
     assert records["sleeps"]["reason"] == "did not end within 5 s"
     assert all("forward_ms_median" not in records[name] for name in ("raises", "hoards", "aborts", "sleeps"))
     assert all(name in run.stdout for name in records)
@@ -256,7 +277,7 @@ def test_backends_that_misbehave_are_rows_and_the_sweep_goes_on(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL is POSIX")
 def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path):
-    path = save_tiny(tmp_path, seq_lens=[16, 17, 18, 19])
+    path = save_tiny(tmp_path, seq_lens=[16, 17, 18])
     folder = tmp_path / "tiny" / "here"
     first = subprocess.Popen(command(path, tmp_path), stdout=subprocess.DEVNULL)
     until(lambda: (folder / "records.jsonl").exists() and lines(folder), "a record")
@@ -265,15 +286,15 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(tmp_path):
     first.wait()
     assert psutil.wait_procs(children, timeout=20)[1] == [], "a worker outlives its sweep"
     before = lines(folder)
-    assert 1 <= len(before) < 4
+    assert 1 <= len(before) < 3
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"study": "tiny", "cell": "3f')  # as if it had been killed while it wrote
 
     subprocess.run(command(path, tmp_path), check=True, stdout=subprocess.DEVNULL)
     after = lines(folder)
     assert after[: len(before)] == before
-    assert len(after) == 4
-    assert sorted(json.loads(line)["seq_len"] for line in after) == [16, 17, 18, 19]
+    assert len(after) == 3
+    assert sorted(json.loads(line)["seq_len"] for line in after) == [16, 17, 18]
     assert (folder / "report.html").exists()
 
 

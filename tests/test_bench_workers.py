@@ -80,7 +80,7 @@ def test_a_plugin_is_a_file_or_a_module_imported_once(tmp_path, monkeypatch):
 
 
 def test_a_plugin_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="study: plugins must be modules or files that exist, got 'nowhere.py'"):
+    with pytest.raises(ValueError, match=r"study: plugins must be modules or files that exist, got 'nowhere\.py'"):
         load_plugin("nowhere.py")
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         load_plugin("nowhere")

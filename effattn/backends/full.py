@@ -83,8 +83,8 @@ def _additive(
     if mask.coverage((0, query_len), (0, key_len), query_offset) is Coverage.ALL:
         return None if bias is None else bias.to(dtype)
     device = query.device
-    sizes = (batch_size, num_heads, query_len, key_len)
-    allowed = evaluate(mask, *(torch.arange(n, device=device) for n in sizes), query_offset)
+    b, h, i, j = (torch.arange(n, device=device) for n in (batch_size, num_heads, query_len, key_len))
+    allowed = evaluate(mask, b, h, i, j, query_offset)
     if bias is None:
         return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)
     return bias.to(dtype).masked_fill(~allowed, -torch.inf)

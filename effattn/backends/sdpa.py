@@ -116,8 +116,8 @@ def _translate(
     elif isinstance(mask, Causal) and query_offset == 0 and bias is None:
         return True, None, None
     else:
-        sizes = (batch_size, num_heads, query_len, key_len)
-        allowed = evaluate(mask, *(torch.arange(n, device=query.device) for n in sizes), query_offset)
+        b, h, i, j = (torch.arange(n, device=query.device) for n in (batch_size, num_heads, query_len, key_len))
+        allowed = evaluate(mask, b, h, i, j, query_offset)
     if bias is None:
         if allowed is None:
             return False, None, None

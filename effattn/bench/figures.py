@@ -98,7 +98,7 @@ _NOT_MEASURED = "not measured"
 _GREY = "#666666"
 _DASHES = (0, (4, 2))
 _ROW_HEIGHT = 0.07  # of the axes: one row of failure marks at the top edge
-_STRIP_HEIGHT = 0.08  # of the axes: one exact backend below the error axis
+_STRIP_HEIGHT = 0.08, 0.4  # of the axes: one exact backend below the error axis, and all at most
 _TRADE_OFF_LENGTHS = 3
 _LEGEND_LINE_INCHES = 0.15
 
@@ -330,7 +330,7 @@ def _against_length(
     axes[0].set_ylabel(ylabel)
     figure.supxlabel("sequence length (tokens)", fontsize=mpl.rcParams["axes.labelsize"])
     dashed = []
-    if any(panel.floor and (panel.rows[panel.floor] > 0).any() for panel in panels):
+    if any(panel.floor and (panel.rows[[panel.measure, panel.floor]] > 0).all(axis=1).any() for panel in panels):
         dashed.append("oracle: best keys, as many")
     if panels[0].level is not None:
         dashed.append(f"machine epsilon of {rows['dtype'].iloc[0]}")
@@ -354,12 +354,13 @@ def _draw_lines(ax: Axes, panel: Panel, name: str, look: Style) -> None:
         values = by_length[column].agg(statistic).reindex(lengths)
         return values.where(values > 0)
 
-    ax.plot(lengths, at_lengths(panel.measure), color=look.color, marker=look.marker, label=name)
+    middle = at_lengths(panel.measure)
+    ax.plot(lengths, middle, color=look.color, marker=look.marker, label=name)
     if panel.band:
         low, high = at_lengths(panel.band[0], "min"), at_lengths(panel.band[1], "max")
         ax.fill_between(lengths, low, high, color=look.color, alpha=0.2, linewidth=0)
     if panel.floor:
-        floor = at_lengths(panel.floor)
+        floor = at_lengths(panel.floor).where(middle.notna())  # of an exact backend it is rounding
         ax.plot(
             lengths,
             floor,
@@ -381,21 +382,22 @@ def _trade_off_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
         return _against_length(rows, panels, style, "approximation error\nagainst time")
 
     exact = [name for name in style if (shown.loc[shown["backend"] == name, "approximation_rel_l2"] == 0).any()]
+    strip = min(_STRIP_HEIGHT[0] * len(exact), _STRIP_HEIGHT[1])
     figure = Figure(figsize=(1.75 * len(lengths) + 2.4, 2.0 * len(panels) + 0.9), layout="constrained")
     axes = figure.subplots(len(panels), len(lengths), sharex="col", sharey=True, squeeze=False)
     cells = [(panel.rows[panel.rows["seq_len"] == seq_len]) for panel in panels for seq_len in lengths]
     for ax, rows_here in zip(axes.flat, cells, strict=True):
         ax.set(xscale="log", yscale="log")
         _draw_inexact(ax, rows_here, style)
-        _say_no_data(ax, Panel("", rows_here, "approximation_rel_l2").cells("exact")["state"])
-    _log_axis([ax.yaxis for ax in axes.flat], 10, bottom=len(exact) * _STRIP_HEIGHT, below="exact")
+        _say_no_data(ax, Panel("", rows_here, "approximation_rel_l2").cells("exact")["state"], above=strip)
+    _log_axis([ax.yaxis for ax in axes.flat], 10, bottom=strip, below="exact")
     for ax, rows_here in zip(axes.flat, cells, strict=True):
-        _draw_exact(ax, rows_here, style, exact)
+        _draw_exact(ax, rows_here, style, exact, strip)
     for ax, panel in zip(axes[:, 0], panels, strict=True):
         ax.set_ylabel(f"approximation error\n({panel.title})")
     for column, seq_len in zip(axes.T, lengths, strict=True):
         column[0].set_title(f"{length_label(seq_len)} tokens")
-        _log_axis([ax.xaxis for ax in column], 10)
+        _log_axis([ax.xaxis for ax in column], 10, count=4)
     figure.supxlabel("time of one call (ms)", fontsize=mpl.rcParams["axes.labelsize"])
     _add_title(figure, rows)
     _add_legend(figure, pd.concat([panel.cells("") for panel in panels]), style)
@@ -413,14 +415,13 @@ def _draw_inexact(ax: Axes, rows: pd.DataFrame, style: dict[str, Style]) -> None
         ax.plot(family["time_ms"], errors, color=color, linewidth=0.8, alpha=0.5, zorder=1)
 
 
-def _draw_exact(ax: Axes, rows: pd.DataFrame, style: dict[str, Style], exact: list[str]) -> None:
+def _draw_exact(ax: Axes, rows: pd.DataFrame, style: dict[str, Style], exact: list[str], strip: float) -> None:
     """Backends without error in a strip below the axis, a row each, and thin lines up from their times."""
-    height = len(exact) * _STRIP_HEIGHT
-    ax.add_patch(Rectangle((0, 0), 1, height, transform=ax.transAxes, color="0.95", zorder=-1))
+    ax.add_patch(Rectangle((0, 0), 1, strip, transform=ax.transAxes, color="0.95", zorder=-1))
     points = _medians(rows)
     for name, (_, *times) in points[points["approximation_rel_l2"] == 0].iterrows():
-        look, row = style[str(name)], exact.index(str(name)) + 0.5
-        _draw_point(ax, times, row * _STRIP_HEIGHT, look, transform=ax.get_xaxis_transform())
+        look, height = style[str(name)], (exact.index(str(name)) + 0.5) / len(exact) * strip
+        _draw_point(ax, times, height, look, transform=ax.get_xaxis_transform())
         ax.axvline(times[0], color=look.color, linewidth=0.8, alpha=0.35, zorder=0)
 
 
@@ -508,13 +509,13 @@ def _where(cells: pd.DataFrame, state: str) -> str:
     return ",".join(f"{span} ({panel})" for panel, span in spans.items())
 
 
-def _say_no_data(ax: Axes, states: pd.Series) -> None:
+def _say_no_data(ax: Axes, states: pd.Series, above: float = 0.0) -> None:
     """Where nothing is drawn, why."""
     if (states == "").any():
         return
     why = ", ".join(f"{count} {state}" for state, count in states.value_counts().items()) or "no cell was run"
     ax.text(
-        0.5, 0.5, textwrap.fill(f"no data: {why}", 28), transform=ax.transAxes,
+        0.5, (1 + above) / 2, textwrap.fill(f"no data: {why}", 28), transform=ax.transAxes,
         ha="center", va="center", color=_GREY, fontsize=8,
     )  # fmt: skip
 
@@ -529,8 +530,10 @@ def _length_axis(ax: Axes, lengths: pd.Series) -> None:
         ax.set_xlim(distinct[0] / 2**0.5, distinct[-1] * 2**0.5)
 
 
-def _log_axis(shared: Sequence[Axis], base: int, *, top: float = 0.0, bottom: float = 0.0, below: str = "") -> None:
-    """Plain numbers as ticks where the data are, and fractions of the axis clear above and `below` them."""
+def _log_axis(
+    shared: Sequence[Axis], base: int, *, count: int = 8, top: float = 0.0, bottom: float = 0.0, below: str = ""
+) -> None:
+    """At most `count` plain numbers as ticks where the data are; shares of the axis clear above and `below` them."""
     axis = shared[0]
     low, high = axis.get_view_interval()
     if high < 1.2 * low:  # a single value, up to rounding
@@ -539,7 +542,7 @@ def _log_axis(shared: Sequence[Axis], base: int, *, top: float = 0.0, bottom: fl
     limits = low / 2 ** (octaves * bottom), high * 2 ** (octaves * top)
     ticks = {}
     if any(np.isfinite(each.get_data_interval()).all() for each in shared):
-        ticks = {tick: _number(tick) for tick in _log_ticks(low, high, base)}
+        ticks = {tick: _number(tick) for tick in _log_ticks(low, high, base, count)}
     if bottom:
         ticks[(limits[0] * low) ** 0.5] = below
     axis.set_ticks([], minor=True)
@@ -547,15 +550,21 @@ def _log_axis(shared: Sequence[Axis], base: int, *, top: float = 0.0, bottom: fl
     axis.axes.set(**{"xlim" if axis is axis.axes.xaxis else "ylim": limits})
 
 
-def _log_ticks(low: float, high: float, base: int) -> list[float]:
-    """At most about eight: powers of the base, with 3, or 2 and 5, between tens where those are few."""
+def _log_ticks(low: float, high: float, base: int, count: int) -> list[float]:
+    """At most `count`: powers of the base, between tens also 3, or 2 and 5, where there is room."""
     if high / low < 5:
-        ticks = np.asarray(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]).tick_values(low, high))
-    else:
-        powers = np.arange(np.floor(np.log(low) / np.log(base)), np.ceil(np.log(high) / np.log(base)) + 1)
-        between = [1] if base == 2 or high / low > 1000 else [1, 3] if high / low > 12 else [1, 2, 5]
-        ticks = np.outer(float(base) ** powers[:: len(powers) // 10 + 1], between).ravel()
-    return [float(tick) for tick in ticks if low <= tick <= high]
+        return [
+            tick
+            for tick in MaxNLocator(min(count, 5), steps=[1, 2, 5, 10]).tick_values(low, high)
+            if low <= tick <= high
+        ]
+    powers = float(base) ** np.arange(np.floor(np.log(low) / np.log(base)), np.ceil(np.log(high) / np.log(base)) + 1)
+    denser = [(1, (1, 2, 5)), (1, (1, 3))] if base == 10 else []
+    for step, between in [*denser, *((step, (1,)) for step in range(1, len(powers) + 1))]:
+        ticks = [float(tick) for tick in np.outer(powers[::step], between).flat if low <= tick <= high]
+        if len(ticks) <= count:
+            break
+    return ticks
 
 
 def _number(value: float) -> str:

@@ -33,15 +33,12 @@ def running_peak(changes: Iterable[int]) -> int:
 
 def _peak_on_cpu(call: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the terminal that it starts and stops
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # The same profiler as torch.profiler.profile's, which would first import the compiler, for a second or more.
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         result = call()
         del result
-    recorded = profiler.profiler
-    assert recorded is not None
-    # Their summary by operator loses the order; the raw events keep it.
-    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    # The profiler's own summary by operator loses the order; the raw events keep it.
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return running_peak(event.nbytes() for event in events)
 

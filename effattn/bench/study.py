@@ -183,7 +183,7 @@ class Study(BaseModel):
             # Through JSON, where strict types still let a list be a tuple.
             return cls.model_validate_json(json.dumps(fields, default=str))
         except ValidationError as error:
-            raise ValueError("; ".join(_complaint(dict(details)) for details in error.errors())) from None
+            raise ValueError(_complaints(error)) from None
 
     def replace(self, **fields: Any) -> "Study":
         """This study with other values for some fields; ``ValueError`` as ``parse``."""
@@ -293,10 +293,15 @@ def mask_name(mask: masks.Mask) -> str:
     return next((name for name, named in _NAMED_MASKS.items() if mask == named), repr(mask))
 
 
-def _complaint(details: Mapping[str, Any]) -> str:
-    """One pydantic error as "study: seq_lens must be greater than 0, got -1"."""
-    where = ".".join(str(part) for part in details["loc"] if isinstance(part, str))
-    if details["type"] == "missing":
-        return f"study: {where} is missing"
-    what = details["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
-    return f"study: {where} {what}" + ("" if "got" in what else f", got {details['input']!r}")
+def _complaints(error: ValidationError) -> str:
+    """The first thing wrong with each field, as "study: seq_lens must be greater than 0, got -1"."""
+    complaints: dict[str, str] = {}
+    for details in error.errors():
+        field = str(details["loc"][0])
+        what = details["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
+        if details["type"] == "missing":
+            what = "is missing"
+        elif "got" not in what:
+            what += f", got {details['input']!r}"
+        complaints.setdefault(field, f"study: {field} {what}")
+    return "; ".join(complaints.values())

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -170,7 +171,10 @@ def load_plugin(plugin: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with ExitStack() as unless_imported:
+        unless_imported.callback(sys.modules.pop, name)
+        spec.loader.exec_module(module)
+        unless_imported.pop_all()
     return module
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -79,18 +80,16 @@ def chunked_rounds(
 
 class _ChunkedRounds(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
         output, lse = _forward(query, key, value, chunks)
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.chunks = chunks  # type: ignore[attr-defined]
+        ctx.chunks = chunks
         ctx.set_materialize_grads(False)
         return output, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
         query, key, value, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
             return (None,) * 4

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -68,8 +69,8 @@ def tiled_attention(
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx,
+    def forward(
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -79,13 +80,13 @@ class _TiledAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         output, lse = _forward(query, key, value, bias, problem, need_lse)
         ctx.save_for_backward(query, key, value, bias, output, lse)
-        ctx.problem = problem  # type: ignore[attr-defined]
+        ctx.problem = problem
         ctx.set_materialize_grads(False)
         return output, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
         query, key, value, bias, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
             return (None,) * 6
@@ -146,12 +147,11 @@ class _Tiles:
                 return self.problem.key_tile
         return widest
 
-    def workspace(self) -> Callable[[int, int], Tensor]:
+    def workspace(self) -> Callable[[int, int, int], Tensor]:
         """A function that gives a ``[heads, rows, keys]`` view of one buffer, the same one each time."""
         buffer = torch.empty(self._elements, dtype=self.dtype, device=self.query.device)
 
-        def view(rows: int, keys: int, heads: int | None = None) -> Tensor:
-            heads = self.heads_at_once if heads is None else heads
+        def view(heads: int, rows: int, keys: int) -> Tensor:
             return buffer[: heads * rows * keys].view(heads, rows, keys)
 
         return view
@@ -198,13 +198,15 @@ class _Tiles:
         if self.bias is not None:
             tile += self._bias_tile(self.bias, block, rows, keys).view_as(tile)
         if coverage is Coverage.SOME:
-            tile.masked_fill_(~self._per_group(block, self._evaluate(self.problem.mask, block, rows, keys)), -torch.inf)
+            allowed = self._evaluate(*self._batch_and_heads(block), rows, keys)[0]
+            tile.masked_fill_(~self._per_group(block, allowed), -torch.inf)
         return out
 
     def keep(self, block: _HeadBlock, rows: slice, keys: slice) -> Tensor:
         """The dropout factors of a tile, ``[kv_heads, group * rows, keys]``."""
         problem = self.problem
-        batch, head, row, key = self._indices(block, rows, keys)
+        batch, head = self._batch_and_heads(block)
+        row, key = (torch.arange(r.start, r.stop, device=self.query.device) for r in (rows, keys))
         row, key = problem.mask.place(batch, row[:, None], key)
         factors = keep_scale(problem.dropout_p, problem.dropout_seed, batch, head[:, None, None], row, key)
         return factors.to(self.dtype).reshape(block.key.shape[0], -1, factors.shape[-1])
@@ -217,33 +219,23 @@ class _Tiles:
         target += tile.sum_to_size(target.shape)
 
     def _relative_additive(self, rows: slice, keys: slice) -> Tensor:
+        """0 and -inf for a mask of distances alone, ``[1, group * rows, keys]``; made once for each place."""
         place = (rows.start - keys.start, rows.stop - rows.start, keys.stop - keys.start)
         if place not in self._relative:
-            device = self.query.device
-            zero = torch.zeros(1, dtype=torch.int64, device=device)
-            allowed = evaluate(self.problem.mask, zero, zero, *self._grid(rows, keys), self.problem.query_offset)
-            allowed = allowed.expand(1, 1, place[1], place[2])[0]
-            additive = torch.zeros(allowed.shape, dtype=self.dtype, device=device)
+            zero = torch.zeros(1, dtype=torch.int64, device=self.query.device)
+            allowed = self._evaluate(zero, zero, rows, keys).expand(1, 1, *place[1:])[0]
+            additive = torch.zeros(allowed.shape, dtype=self.dtype, device=self.query.device)
             self._relative[place] = additive.masked_fill_(~allowed, -torch.inf).repeat(1, self.group, 1)
         return self._relative[place]
 
-    def _grid(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-        device = self.query.device
-        return (
-            torch.arange(rows.start, rows.stop, device=device),
-            torch.arange(keys.start, keys.stop, device=device),
-        )
+    def _evaluate(self, batches: Tensor, heads: Tensor, rows: slice, keys: slice) -> Tensor:
+        i, j = (torch.arange(r.start, r.stop, device=self.query.device) for r in (rows, keys))
+        return evaluate(self.problem.mask, batches, heads, i, j, self.problem.query_offset)
 
-    def _indices(self, block: _HeadBlock, rows: slice, keys: slice) -> tuple[Tensor, ...]:
+    def _batch_and_heads(self, block: _HeadBlock) -> tuple[Tensor, Tensor]:
         device = self.query.device
-        return (
-            torch.tensor([block.batch], device=device),
-            torch.arange(block.heads.start, block.heads.stop, device=device),
-            *self._grid(rows, keys),
-        )
-
-    def _evaluate(self, mask: Mask, block: _HeadBlock, rows: slice, keys: slice) -> Tensor:
-        return evaluate(mask, *self._indices(block, rows, keys), self.problem.query_offset)[0]
+        heads = torch.arange(block.heads.start, block.heads.stop, device=device)
+        return torch.tensor([block.batch], device=device), heads
 
     def _per_group(self, block: _HeadBlock, tile: Tensor) -> Tensor:
         """``[heads or 1, rows, keys]`` as ``[kv_heads or 1, group or 1, rows, keys]``."""
@@ -262,40 +254,51 @@ def _forward(
     output = query.new_empty(batch_size, num_heads, query_len, value.shape[3], dtype=problem.output_dtype)
     lse = query.new_empty((batch_size, num_heads, query_len) if need_lse else (0,), dtype=tiles.dtype)
     workspace = tiles.workspace()
-    lowest = torch.finfo(tiles.dtype).min
     for block in tiles.head_blocks(key, value):
-        heads = block.key.shape[0]
         for rows in tiles.row_tiles():
             q = block.rows(query, rows) * problem.scale
-            peak = total = accumulated = None
+            joined: tuple[Tensor, Tensor] | None = None
             for keys, coverage in tiles.key_tiles(rows):
-                s = workspace(q.shape[1], keys.stop - keys.start, heads)
-                tiles.scores(block, q, rows, keys, coverage, s)
-                # A row of -inf keeps a finite peak, so that its weights are exp(-inf) = 0 and not NaN.
-                new_peak = s.amax(-1, keepdim=True).clamp_(min=lowest)
-                if peak is not None:
-                    new_peak = torch.maximum(peak, new_peak)
-                s.sub_(new_peak).exp_()
-                new_total = s.sum(-1, keepdim=True)
+                scores = workspace(q.shape[0], q.shape[1], keys.stop - keys.start)
+                tiles.scores(block, q, rows, keys, coverage, scores)
+                weights, tile_lse = _softmax(scores)
                 if problem.dropout_p:
-                    s *= tiles.keep(block, rows, keys)
-                if peak is None:
-                    total, accumulated = new_total, torch.bmm(s, block.value[:, keys])
-                else:
-                    shrink = peak.sub_(new_peak).exp_()
-                    total.mul_(shrink).add_(new_total)
-                    accumulated.mul_(shrink).baddbmm_(s, block.value[:, keys])
-                peak = new_peak
-            if peak is None:  # no key in sight
+                    weights *= tiles.keep(block, rows, keys)
+                tile_output = torch.bmm(weights, block.value[:, keys])
+                joined = (tile_output, tile_lse) if joined is None else _join(joined, tile_output, tile_lse)
+            if joined is None:  # no key in sight
                 output[block.batch, block.heads, rows] = 0
                 if need_lse:
                     lse[block.batch, block.heads, rows] = -torch.inf
                 continue
+            block.put(output, rows, joined[0])
             if need_lse:
-                block.put(lse, rows, peak + total.log())
-            # A row without keys has accumulated 0; its total of 0 must not divide it.
-            block.put(output, rows, accumulated.div_(total.masked_fill_(total == 0, 1)))
+                block.put(lse, rows, joined[1])
     return output, lse
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax in place and its log-sum-exp ``[..., 1]``; a row of -inf gives weights 0 and -inf."""
+    peak = scores.amax(-1, keepdim=True)
+    empty = peak == -torch.inf
+    some_empty = bool(empty.any())
+    if some_empty:
+        scores.masked_fill_(empty, 0.0)
+    torch.softmax(scores, -1, out=scores)
+    # The peak's weight is 1 / sum(exp(score - peak)).
+    lse = peak.sub_(scores.amax(-1, keepdim=True).log_())
+    if some_empty:
+        scores.masked_fill_(empty, 0.0)
+    return scores, lse
+
+
+def _join(joined: tuple[Tensor, Tensor], output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold a tile's output into that of the tiles before it, in place."""
+    total_output, total_lse = joined
+    new_lse = torch.logaddexp(total_lse, lse)
+    finite = new_lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf minus -inf would be NaN
+    total_output.mul_((total_lse - finite).exp_()).addcmul_(output, (lse - finite).exp_())
+    return total_output, new_lse
 
 
 def _backward(
@@ -329,9 +332,10 @@ def _backward(
             dq = torch.zeros_like(q)
             for keys, coverage in tiles.key_tiles(rows):
                 k, v = block.key[:, keys], block.value[:, keys]
-                weights = make_scores(q.shape[1], keys.stop - keys.start, heads)
+                weights = make_scores(heads, q.shape[1], keys.stop - keys.start)
                 tiles.scores(block, q, rows, keys, coverage, weights).sub_(row_lse).exp_()
-                d_weights = torch.bmm(d_out, v.mT, out=make_d_weights(*weights.shape[1:], heads))
+                d_weights = make_d_weights(heads, q.shape[1], keys.stop - keys.start)
+                torch.bmm(d_out, v.mT, out=d_weights)
                 if problem.dropout_p:
                     keep = tiles.keep(block, rows, keys)
                     dv[:, keys].baddbmm_((weights * keep).mT, d_out)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,12 +67,10 @@ def check_backend(spec: str | Backend, device: str = "cpu") -> dict[str, str]:
 def contract_cases(spec: str | Backend, device: str = "cpu") -> list[Case]:
     """Every clause of the contract for this backend on this device."""
     backend = get(spec)
-    cases = [
-        Case(backend, example.name, lambda b, example=example: _matches(b, example))
-        for example in _examples(backend, device)
-    ]
+    cases = [Case(backend, example.name, partial(_matches, example=example)) for example in _examples(device)]
     for clause in _CLAUSES:
-        cases.append(Case(backend, clause.__name__.removeprefix("_").replace("_", " "), _on(clause, device)))
+        name = clause.__name__.removeprefix("_").replace("_", " ")
+        cases.append(Case(backend, name, _on(clause, device)))
     return cases
 
 
@@ -134,7 +133,7 @@ MASKS: dict[str, Callable[[Example], Mask | None]] = {
 }
 
 
-def _examples(backend: Backend, device: str) -> Iterator[Example]:
+def _examples(device: str) -> Iterator[Example]:
     plain = Example("float32", device=device)
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         name = str(dtype).removeprefix("torch.")
@@ -231,15 +230,16 @@ def _is_refused(backend: Backend, example: Example, reasons: list[str]) -> Outco
 
 # Clauses: properties that a comparison with the reference does not show.
 
-_CLAUSES: list[Callable[[Backend, str], Outcome]] = []
+Clause = Callable[[Backend, str], Outcome]
+_CLAUSES: list[Clause] = []
 
 
-def _clause(function: Callable[[Backend, str], Outcome]) -> Callable[[Backend, str], Outcome]:
+def _clause(function: Clause) -> Clause:
     _CLAUSES.append(function)
     return function
 
 
-def _on(clause: Callable[[Backend, str], Outcome], device: str) -> Callable[[Backend], Outcome]:
+def _on(clause: Clause, device: str) -> Callable[[Backend], Outcome]:
     return lambda backend: clause(backend, device)
 
 
@@ -534,10 +534,11 @@ def _autocast_chooses_the_dtype(backend: Backend, device: str) -> Outcome:
 
 def _effective(backend: Backend, query: Tensor, key: Tensor) -> Tensor:
     """Pattern and weights of the backend under a causal mask, as one additive ``[B, H, L, S]`` tensor."""
-    sizes = (*query.shape[:3], key.shape[2])
-    offset = key.shape[2] - query.shape[2]
+    batch_size, num_heads, query_len, _ = query.shape
+    sizes = (batch_size, num_heads, query_len, key.shape[2])
+    offset = key.shape[2] - query_len
     pattern = pattern_of(query, key, backend=backend, mask=Causal())
-    allowed = pattern.dense(*sizes, device=query.device)
+    allowed = pattern.dense(batch_size, num_heads, query_len, key.shape[2], device=query.device)
     weights = backend.reference_bias(query, key, mask=Causal(), query_offset=offset)
     additive = torch.zeros(sizes, device=query.device)
     if weights is not None:

@@ -117,7 +117,7 @@ def run(backend: Backend, example: Example) -> Result:
 def assert_close_to_reference(backend: Backend, example: Example) -> None:
     """Output, log-sum-exp and gradients against the dense reference of the backend's own pattern."""
     got = run(backend, example)
-    query, key, value, bias = example.inputs()
+    query, key, _, _ = example.inputs()
     mask = example.mask(example)
     with torch.no_grad():
         pattern = pattern_of(query, key, backend=backend, mask=mask, query_offset=example.query_offset)
