@@ -106,7 +106,38 @@ def list_backends(device: str | None = None, plugins: tuple[str, ...] = ()) -> N
     Console().print(table)
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"sweep": sweep, "compare": compare, "plot": plot, "list": list_backends}
+def check(spec: Positional[str], /, device: str = "cpu", plugins: tuple[str, ...] = ()) -> None:
+    """Hold a backend to the contract that every backend must pass; exit status 1 if it breaks a clause.
+
+    Args:
+        spec: a backend such as my_backend or "lsh(num_hashes=8)".
+        device: cpu or cuda.
+        plugins: files or modules that register more backends.
+    """
+    from effattn.bench.workers import load_plugin
+    from effattn.testing import check_backend
+
+    for plugin in plugins:
+        load_plugin(plugin)
+    report = check_backend(spec, device)
+    console = Console()
+    for case, outcome in report.items():
+        style = {"holds": "green", "refused": "dim"}.get(outcome, "red")
+        console.print(f"{case}: {outcome}", style=style, markup=False, highlight=False, soft_wrap=True)
+    held, refused = (sum(outcome == end for outcome in report.values()) for end in ("holds", "refused"))
+    broken = len(report) - held - refused
+    console.print(f"\n{spec} on {device}: {held} hold, {refused} refused as declared, {broken} broken", highlight=False)
+    if broken:
+        sys.exit(1)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "sweep": sweep,
+    "compare": compare,
+    "plot": plot,
+    "list": list_backends,
+    "check": check,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

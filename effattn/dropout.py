@@ -18,12 +18,12 @@ _MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39, 0x45D9F3B5, 0x119DE1F3)
 _MASK = 0xFFFFFFFF
 
 
-def draw_seed() -> int:
-    """A seed from PyTorch's global generator, which activation checkpointing restores."""
-    return int(torch.randint(2**31 - 1, ()))
+def draw_seed() -> Tensor:
+    """A seed from PyTorch's global generator, which activation checkpointing restores: int64, no dimensions."""
+    return torch.randint(2**31 - 1, ())
 
 
-def keep_scale(dropout_p: float, seed: int, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+def keep_scale(dropout_p: float, seed: int | Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
     """What to multiply an attention weight with: 0 with probability ``dropout_p``, else ``1/(1-dropout_p)``.
 
     The indices are broadcastable int64 tensors; the result is float32 of their common shape.

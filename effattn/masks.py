@@ -15,6 +15,7 @@ A mask answers three questions, and every backend, reference and figure is built
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,7 +41,9 @@ __all__ = [
     "band_of",
     "evaluate",
     "hide_padding",
+    "pack",
     "padding_of",
+    "unpack",
 ]
 
 Range = tuple[int, int]  # half-open
@@ -545,6 +548,36 @@ def evaluate(mask: Mask, batches: Tensor, heads: Tensor, rows: Tensor, keys: Ten
     while allowed.dim() < 4:
         allowed = allowed[None]
     return allowed
+
+
+def pack(mask: Mask) -> tuple[str, list[Tensor]]:
+    """A mask as text and the tensors it holds: what fits into the schema of a custom operator."""
+    tensors: list[Tensor] = []
+    return _pack(mask, tensors), tensors
+
+
+def unpack(packed: str, tensors: list[Tensor]) -> Mask:
+    """The inverse of ``pack``; the text must come from there, since it is evaluated."""
+    names = {
+        cls.__name__: cls for cls in (And, Causal, Dense, Documents, Everything, Global, Or, Padding, Taken, Window)
+    }
+    mask = eval(packed, {"__builtins__": {}, "slice": slice, "tensors": tensors, **names})
+    assert isinstance(mask, Mask)
+    return mask
+
+
+def _pack(part: Any, tensors: list[Tensor]) -> str:
+    if isinstance(part, Tensor):
+        tensors.append(part)
+        return f"tensors[{len(tensors) - 1}]"
+    if isinstance(part, Causal):
+        return "Causal()"
+    if isinstance(part, Mask):
+        fields = [_pack(getattr(part, f.name), tensors) for f in dataclasses.fields(part)]  # type: ignore[arg-type]
+        return f"{type(part).__name__}({', '.join(fields)})"
+    if isinstance(part, tuple):
+        return "(" + "".join(f"{_pack(item, tensors)}, " for item in part) + ")"
+    return repr(part)
 
 
 def conjuncts(mask: Mask) -> tuple[Mask, ...]:

@@ -48,7 +48,7 @@ def attention(
     query_offset: int | None = None,
     rows: Int[Tensor, " rows"] | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int = 0,
+    dropout_seed: int | Tensor = 0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention and its log-sum-exp, computed in ``dtype``.

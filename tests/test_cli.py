@@ -109,3 +109,17 @@ def test_help_imports_nothing_heavy_but_torch():
     code = "import sys; import effattn.cli; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"transformers", "xformers", "pandas", "matplotlib", "seaborn", "pebble"} & set(modules)
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("holds", None), ("refused", None), ("broken: off by 3", 1)])
+def test_check_says_whether_the_contract_holds(monkeypatch, capsys, outcome, code):
+    monkeypatch.setattr("effattn.testing.check_backend", lambda spec, device: {"rows": "holds", "causal": outcome})
+    if code is None:
+        main(["check", "full"])
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(["check", "full"])
+        assert ended.value.code == code
+    out = capsys.readouterr().out
+    assert f"causal: {outcome}" in out
+    assert ("1 broken" in out) == (code == 1)

@@ -146,7 +146,7 @@ def stand_ins(module: Any) -> tuple[Any, Any]:
     """A module's operators with xformers' own checks, computing densely on a CPU."""
     from xformers.ops.fmha.common import Context, Gradients
 
-    able = {"OPERATOR": True, "SUPPORTED_DEVICES": {"cpu"}, "SUPPORTED_DTYPES": {torch.float32, torch.float16}}
+    able = {"OPERATOR": True, "SUPPORTED_DEVICES": {"cpu"}, "SUPPORTED_DTYPES": set(STAND_IN_DTYPES)}
 
     class Forward(module.FwOp):
         @classmethod
@@ -172,11 +172,14 @@ def stand_ins(module: Any) -> tuple[Any, Any]:
     return Forward, Backward
 
 
+STAND_IN_DTYPES = (torch.float32, torch.float16)
+
+
 @dataclasses.dataclass(frozen=True)
 class OnCpu(adapter.Xformers):
     @property
     def capabilities(self) -> effattn.Capabilities:
-        return dataclasses.replace(super().capabilities, devices=("cpu",))
+        return dataclasses.replace(super().capabilities, devices=("cpu",), dtypes=STAND_IN_DTYPES)
 
 
 @pytest.fixture
@@ -246,12 +249,14 @@ def test_gradients(case: str) -> None:
 
 
 @pytest.mark.usefixtures("dense_operators")
-def test_strided_and_expanded_input() -> None:
-    query, key, value = qkv(num_kv_heads=4, value_dim=12)
-    wanted, _ = reference.attention(query, key[:, :1].expand_as(key), value, mask=Causal())
-    strided = query.mT.contiguous().mT
-    interleaved = torch.stack([value, value], -1)[..., 0]
-    output = effattn.attention(strided, key[:, :1].expand_as(key), interleaved, mask=Causal(), backend=OnCpu())
+@pytest.mark.parametrize("op", ["flash", "cutlass"])
+def test_strided_and_expanded_input(op: str) -> None:
+    """Failure S1. The stand-ins refuse strides that xformers refuses."""
+    query, key, value = qkv(num_kv_heads=4, value_dim=16)
+    expanded = key[:, :1].expand_as(key)
+    wanted, _ = reference.attention(query, expanded, value, mask=Causal())
+    transposed, every_second = query.mT.contiguous().mT, torch.stack([value, value], -1)[..., 0]
+    output = effattn.attention(transposed, expanded, every_second, mask=Causal(), backend=OnCpu(op))
     torch.testing.assert_close(output, wanted.float())
 
 

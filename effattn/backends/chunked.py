@@ -51,7 +51,7 @@ class Chunked(Backend):
             scale,
             query_offset,
             dropout_p,
-            draw_seed() if dropout_p else 0,
+            draw_seed() if dropout_p else None,
             query_tile=self.query_chunk,
             key_tile=self.key_chunk,
         )

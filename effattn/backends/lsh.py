@@ -122,7 +122,7 @@ class LSH(Backend):
             exclude_self=self.shared_qk,
             once=self.count == "once",
             dropout_p=dropout_p,
-            dropout_seed=draw_seed() if dropout_p else 0,
+            dropout_seed=draw_seed() if dropout_p else None,
         )
         output, lse = chunked_rounds(query, key, value, chunks)
         if self.shared_qk:
@@ -184,7 +184,7 @@ class LSH(Backend):
         if wanted > _MOST_BUCKETS:
             first = 2 * max(1, round(wanted**0.5 / 2))
             factors = [first, 2 * max(1, round(wanted / first / 2))]
-        generator = torch.Generator().manual_seed(draw_seed() if self.seed is None else self.seed)
+        generator = torch.Generator().manual_seed(int(draw_seed()) if self.seed is None else self.seed)
         return [
             torch.randn(self.num_hashes, head_dim, factor // 2, generator=generator).to(device) for factor in factors
         ]
@@ -249,6 +249,6 @@ def _fall_back_to_self(
     alone = (lse == -torch.inf) & chunks.mask.allows(batch, head, index, index, chunks.query_offset)
     own = (query.to(lse.dtype) * key.to(lse.dtype)).sum(-1) * chunks.scale
     value = value.to(output.dtype)
-    if chunks.dropout_p:
+    if chunks.dropout_seed is not None:
         value = value * keep_scale(chunks.dropout_p, chunks.dropout_seed, batch, head, index, index)[..., None]
     return merge([(output, lse), (value, own.masked_fill(~alone, -torch.inf))])

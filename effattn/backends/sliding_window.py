@@ -79,7 +79,7 @@ class SlidingWindow(Backend):
         query_offset: int,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        seed = draw_seed() if dropout_p else 0
+        seed = draw_seed() if dropout_p else None
         is_global = self._is_global(key)
         if bias is not None:
             bias = bias.expand(*query.shape[:3], key.shape[2])
@@ -98,7 +98,7 @@ class SlidingWindow(Backend):
                     dropout_p,
                     seed,
                     # Parts to be joined keep their precision until they are.
-                    output_dtype=None if is_global is None else torch.promote_types(query.dtype, torch.float32),
+                    wide_output=is_global is not None,
                 ),
                 bias=None if bias is None else _take(_take(bias, 2, rows), 3, keys),
                 need_lse=need_lse,

@@ -61,7 +61,7 @@ class Chunks:
     exclude_self: bool
     once: bool  # count a pair once, however many rounds find it
     dropout_p: float = 0.0
-    dropout_seed: int = 0
+    dropout_seed: Tensor | None = None
 
 
 def chunked_rounds(
@@ -146,6 +146,7 @@ class _Head:
 
     def keep(self, tile: _Tile) -> Tensor:
         chunks = self.chunks
+        assert chunks.dropout_seed is not None
         rows, keys = tile.rows[:, :, None].clamp(min=0), tile.keys[:, None, :]
         return keep_scale(chunks.dropout_p, chunks.dropout_seed, self._batch, self._head, rows, keys)
 

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dropout import keep_scale
-from ..masks import Coverage, Mask, evaluate
+from ..masks import Coverage, Mask, evaluate, pack, unpack
 
 __all__ = ["Problem", "tiled_attention"]
 
@@ -34,14 +33,10 @@ class Problem:
     scale: float
     query_offset: int
     dropout_p: float = 0.0
-    dropout_seed: int = 0
+    dropout_seed: Tensor | None = None
     query_tile: int = 64
     key_tile: int = 1024
-    output_dtype: torch.dtype | None = None  # None: the queries'
-
-    def __post_init__(self) -> None:
-        assert self.query_tile >= 1
-        assert self.key_tile >= 1
+    wide_output: bool = False  # in at least float32, for outputs that are to be joined, instead of the queries' dtype
 
 
 def tiled_attention(
@@ -53,49 +48,135 @@ def tiled_attention(
     bias: Tensor | None = None,
     need_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Output in ``problem.output_dtype`` and log-sum-exp ``[batch, heads, query_len]`` in at least float32.
+    """Output and, in at least float32, the log-sum-exp ``[batch, heads, query_len]``.
 
     Both are differentiable, once. Without ``need_lse`` (and without gradients) the log-sum-exp is left out and
     comes back empty, which saves two passes over each tile.
     """
-    if bias is not None:
-        sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias
-        assert all(n in (1, want) for n, want in zip(bias.shape, sizes, strict=True))
+    if bias is not None and bias.dim() < 4:
+        bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, bias) if t is not None)
-    output, lse = _TiledAttention.apply(query, key, value, bias, problem, need_lse or grad)
+    packed, tensors = pack(problem.mask)
+    output, lse = _tiles(
+        query,
+        key,
+        value,
+        bias,
+        packed,
+        tensors,
+        problem.scale,
+        problem.query_offset,
+        problem.dropout_p,
+        problem.dropout_seed,
+        problem.query_tile,
+        problem.key_tile,
+        problem.wide_output,
+        need_lse or grad,
+    )
     return output, lse
 
 
-class _TiledAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        problem: Problem,
-        need_lse: bool,
-    ) -> tuple[Tensor, Tensor]:
-        output, lse = _forward(query, key, value, bias, problem, need_lse)
-        ctx.save_for_backward(query, key, value, bias, output, lse)
-        ctx.problem = problem
-        ctx.set_materialize_grads(False)
-        return output, lse
+# As custom operators, opaque to torch.compile, so that a module around them compiles as one graph.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
-        query, key, value, bias, output, lse = ctx.saved_tensors
-        if grad_output is None and grad_lse is None:
-            return (None,) * 6
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        grads = _backward(
-            query, key, value, bias, output, lse, grad_output, grad_lse, ctx.problem, ctx.needs_input_grad[3]
-        )
-        return (*grads, None, None)
+
+@torch.library.custom_op("effattn::tiles", mutates_args=())
+def _tiles(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    mask: str,
+    mask_tensors: list[Tensor],
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    query_tile: int,
+    key_tile: int,
+    wide_output: bool,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    problem = Problem(
+        unpack(mask, mask_tensors), scale, query_offset, dropout_p, dropout_seed, query_tile, key_tile, wide_output
+    )
+    return _forward(query, key, value, bias, problem, need_lse)
+
+
+@_tiles.register_fake
+def _(query, key, value, bias, mask, mask_tensors, scale, query_offset, dropout_p, dropout_seed, *rest):  # type: ignore[no-untyped-def]
+    wide_output, need_lse = rest[-2:]
+    return _empty_outputs(query, value, wide_output, need_lse)
+
+
+@torch.library.custom_op("effattn::tiles_backward", mutates_args=())
+def _tiles_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    mask: str,
+    mask_tensors: list[Tensor],
+    scale: float,
+    query_offset: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    query_tile: int,
+    key_tile: int,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem = Problem(unpack(mask, mask_tensors), scale, query_offset, dropout_p, dropout_seed, query_tile, key_tile)
+    return _backward(query, key, value, bias, output, lse, grad_output, grad_lse, problem, need_bias)
+
+
+@_tiles_backward.register_fake
+def _(query, key, value, bias, *rest):  # type: ignore[no-untyped-def]
+    need_bias = rest[-1]
+    d_bias = torch.empty_like(bias) if need_bias else query.new_empty(0)
+    return (*(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value)), d_bias)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, bias, mask, mask_tensors, scale, offset, dropout_p, seed, *rest = inputs
+    ctx.save_for_backward(query, key, value, bias, *output, seed, *mask_tensors)
+    ctx.mask, ctx.numbers, ctx.tile = mask, (scale, offset, dropout_p), tuple(rest[:2])
+
+
+def _differentiate(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, bias, output, lse, seed, *mask_tensors = ctx.saved_tensors
+    need_bias = ctx.needs_input_grad[3]
+    *grads, d_bias = _tiles_backward(
+        query,
+        key,
+        value,
+        bias,
+        output,
+        lse,
+        grad_output,
+        grad_lse,
+        ctx.mask,
+        mask_tensors,
+        *ctx.numbers,
+        seed,
+        *ctx.tile,
+        need_bias,
+    )
+    others = (None, [None] * len(mask_tensors), *(None,) * 8)
+    return *grads, d_bias if need_bias else None, *others
+
+
+_tiles.register_autograd(_differentiate, setup_context=_save)
+
+
+def _empty_outputs(query: Tensor, value: Tensor, wide_output: bool, need_lse: bool) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    batch_size, num_heads, query_len, _ = query.shape
+    dtype = wide if wide_output else query.dtype
+    output = query.new_empty(batch_size, num_heads, query_len, value.shape[3], dtype=dtype)
+    return output, query.new_empty((batch_size, num_heads, query_len) if need_lse else (0,), dtype=wide)
 
 
 @dataclass
@@ -208,6 +289,7 @@ class _Tiles:
         batch, head = self._batch_and_heads(block)
         row, key = (torch.arange(r.start, r.stop, device=self.query.device) for r in (rows, keys))
         row, key = problem.mask.place(batch, row[:, None], key)
+        assert problem.dropout_seed is not None
         factors = keep_scale(problem.dropout_p, problem.dropout_seed, batch, head[:, None, None], row, key)
         return factors.to(self.dtype).reshape(block.key.shape[0], -1, factors.shape[-1])
 
@@ -250,9 +332,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, problem: Problem, need_lse: bool
 ) -> tuple[Tensor, Tensor]:
     tiles = _Tiles(query, key, bias, problem)
-    batch_size, num_heads, query_len, _ = query.shape
-    output = query.new_empty(batch_size, num_heads, query_len, value.shape[3], dtype=problem.output_dtype)
-    lse = query.new_empty((batch_size, num_heads, query_len) if need_lse else (0,), dtype=tiles.dtype)
+    output, lse = _empty_outputs(query, value, problem.wide_output, need_lse)
     workspace = tiles.workspace()
     for block in tiles.head_blocks(key, value):
         for rows in tiles.row_tiles():
@@ -312,7 +392,7 @@ def _backward(
     grad_lse: Tensor | None,
     problem: Problem,
     need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tiles = _Tiles(query, key, bias, problem)
     d_query, d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
     d_bias = torch.zeros(bias.shape, dtype=tiles.dtype, device=bias.device) if need_bias and bias is not None else None
@@ -350,4 +430,4 @@ def _backward(
             block.put(d_query, rows, dq.mul_(problem.scale))
         d_key[block.batch, block.kv_heads] = dk.to(key.dtype)
         d_value[block.batch, block.kv_heads] = dv.to(value.dtype)
-    return d_query, d_key, d_value, None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+    return d_query, d_key, d_value, query.new_empty(0) if d_bias is None or bias is None else d_bias.to(bias.dtype)
