@@ -23,6 +23,8 @@ from effattn import reference
 from effattn.backend import Request
 from effattn.backends import xformers as adapter
 from effattn.masks import Causal, Dense, Documents, Everything, Global, Mask, Padding, Window
+from effattn.testing import contract_cases
+from effattn.testing.contract import Case
 
 xformers = pytest.importorskip("xformers", reason="xformers is not installed")
 
@@ -127,7 +129,7 @@ def test_padding_and_documents_are_blocks(mask: Mask, query_len: int, names: lis
 
 def _dense(inputs: Any) -> tuple[Tensor, Tensor]:
     """Attention on xformers' inputs in any of its layouts; the log-sum-exp is padded, as CUTLASS's is."""
-    q, k, v = (t.flatten(2, -2) for t in (inputs.query, inputs.key, inputs.value))
+    q, k, v = (t.flatten(2, -2).float() for t in (inputs.query, inputs.key, inputs.value))
     bias = inputs.attn_bias
     if bias is None:
         bias = torch.zeros(())
@@ -139,7 +141,7 @@ def _dense(inputs: Any) -> tuple[Tensor, Tensor]:
     output = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v)
     lse = torch.nn.functional.pad(scores.logsumexp(-1), (0, 3), value=torch.nan)
     groups = inputs.query.shape[2:-1]
-    return output.unflatten(2, groups), lse.unflatten(1, groups)
+    return output.unflatten(2, groups).to(inputs.query.dtype), lse.unflatten(1, groups)
 
 
 def stand_ins(module: Any) -> tuple[Any, Any]:
@@ -246,6 +248,17 @@ def test_gradients(case: str) -> None:
     wanted = gradients(lambda *args, **options: reference.attention(*args, **options)[0].float())
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("dense_operators")
+@pytest.mark.parametrize(
+    "case",
+    # The one clause that is about the registered class and not about what it computes.
+    [case for case in contract_cases(OnCpu()) if case.name != "spec gives the backend back"],
+    ids=str,
+)
+def test_contract(case: Case) -> None:
+    case.check()
 
 
 @pytest.mark.usefixtures("dense_operators")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..backend import Backend, Capabilities, Request, UnsupportedError, register
 from ..kernels.block_mask import order_tiles, tile_coverage, token_table
-from ..masks import And, Coverage, Dense, Documents, Global, Mask, Or, Padding, Window
+from ..masks import And, Coverage, Dense, Documents, Global, Mask, Or, Padding, Window, band_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -43,8 +43,8 @@ class Flex(Backend):
 
     Dong et al. 2024, "Flex Attention". Exact. Tiles that the mask empties are skipped, also where padding,
     documents or a dense mask decide it; tiles that it allows entirely skip the mask. Memory O(n), and 8 bytes
-    for each pair of tiles (at most 1024 x 1024). A new structure of mask, head layout or dtype compiles once
-    (seconds); new lengths, windows and offsets do not. A dense mask and a bias compile once for each shape.
+    for each pair of tiles (at most 1024 x 1024). A new structure of mask, number of heads, head_dim, dtype or
+    scale compiles once (seconds); new lengths, windows and offsets do not, a dense mask and a bias for each shape.
     """
 
     name = "flex"
@@ -101,8 +101,10 @@ class Flex(Backend):
         value_dim = value.shape[-1]
         if not on_cpu:
             query, key, value = (_widen(t, _CUDA_HEAD_DIMS[0]) for t in (query, key, value))
-        build = _block_mask if mask.tensors else _cached_block_mask
-        block_mask = build(mask, query.shape[2], key.shape[2], query_offset, query.device)
+        band, rest = band_of(mask)  # all windows are one band, and one structure to compile
+        joined = rest if band == Window(None, None) else band & rest
+        build = _block_mask if joined.tensors else _cached_block_mask
+        block_mask = build(joined, query.shape[2], key.shape[2], query_offset, query.device)
         output, lse = _run(query, key, value, _score_mod(bias), block_mask, scale, return_lse)
         return output[..., :value_dim], lse
 
