@@ -14,7 +14,10 @@ from effattn.bench.study import Study
 # The fields of a study, each of which may be given on the command line, where it counts more than the file.
 Overrides = TypedDict(  # type: ignore[misc]
     "Overrides",
-    {name: Annotated[field.annotation, arg(help=field.description)] for name, field in Study.model_fields.items()},
+    {
+        name: Annotated[field.annotation, arg(help=field.description, help_behavior_hint="(default: the study's)")]
+        for name, field in Study.model_fields.items()
+    },
     total=False,
 )
 Fields = Annotated[Overrides, arg(name="")]

@@ -3,7 +3,7 @@
 Tensors come from a drawn seed, not entry by entry: that is faster, and a failing example prints as one number.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -42,10 +42,16 @@ class Sizes:
 
 @st.composite
 def sizes(draw: st.DrawFn, longest: int = 20) -> Sizes:
-    """Any lengths; queries at the end of the keys, within them, or off either end."""
-    query_len, key_len = draw(st.integers(1, longest)), draw(st.integers(1, longest))
+    """Any lengths, often equal ones; queries at the end of the keys, within them, or off either end."""
+    key_len = draw(st.integers(1, longest))
+    query_len = draw(st.one_of(st.just(key_len), st.integers(1, longest)))
     offset = draw(st.one_of(st.just(key_len - query_len), st.integers(-2 * longest, 2 * longest)))
     return Sizes(draw(st.integers(1, 3)), draw(st.integers(1, 2)), query_len, key_len, offset)
+
+
+def square_sizes(longest: int = 20) -> st.SearchStrategy[Sizes]:
+    """As many queries as keys, at the keys' positions."""
+    return st.builds(lambda of: replace(of, query_len=of.key_len, query_offset=0), sizes(longest))
 
 
 @st.composite

@@ -107,3 +107,17 @@ def test_garbage_from_before_is_collected_first():
         assert garbage() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peak_on_cuda_is_above_what_was_there_before():
+    before = torch.empty(16 * MIB, dtype=torch.uint8, device="cuda")
+
+    def call():
+        first = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        del first
+        return torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+
+    assert peak_memory(call, "cuda") == 8 * MIB
+    assert before.numel() == 16 * MIB

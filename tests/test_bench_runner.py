@@ -14,6 +14,7 @@ from effattn.bench import runner
 from effattn.bench.capture import CaptureInfo
 from effattn.bench.records import read
 from effattn.bench.study import Study
+from effattn.bench.workers import Outcome
 
 TINY = {
     "name": "tiny",
@@ -193,6 +194,27 @@ def test_only_the_cells_of_the_study_are_drawn_and_the_last_record_of_each(tmp_p
     runner.draw(tmp_path, console)
     assert drawn[0]["seq_len"].tolist() == [64, 16]
     assert drawn[0]["forward_ms_median"].tolist() == [1.0, 2.0]
+
+
+def test_a_terminal_shows_a_line_a_cell_and_the_time_left():
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    study = runner.resolve(Study.parse({**TINY, "seq_lens": [16, 32]}), console)
+    first, second = study.cells()
+    measured = {
+        "forward_ms_median": 1.5,
+        "backward_ms_median": 2.0,
+        "peak_memory_bytes": 3 * 2**20,
+        "implementation_rel_l2": 1e-7,
+        "approximation_rel_l2": 0.25,
+    }
+    with runner._progress([first, second], console) as advance:
+        advance(first, Outcome("ok", measured=measured))
+        advance(second, Outcome("out_of_memory", "too much"))
+    out = console.file.getvalue()
+    assert "[1/2] full 16 forward: 3.5 ms, 3 MiB, error 1.0e-07 + 0.25" in out
+    assert "[2/2] full 32 forward: out of memory: too much" in out
+    assert "left" in out
+    assert "2/2" in out
 
 
 @pytest.mark.parametrize(

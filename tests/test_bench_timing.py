@@ -1,6 +1,7 @@
 import gc
 
 import pytest
+import torch
 
 from effattn.bench import timing
 
@@ -72,3 +73,13 @@ def test_quantiles_are_named_with_their_unit():
         "backward_ms_p80": pytest.approx(4.2),
         "backward_ms_repeats": [5.0, 1.0, 2.0, 4.0, 3.0],
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_stages_are_timed_on_cuda():
+    x = torch.randn(2048, 2048, device="cuda")
+    stages = {"forward": lambda _: x @ x, "backward": lambda y: y @ x @ x}
+    times = timing.time_repeats(stages, device="cuda", repeats=7, min_time_s=0)
+    assert {name: len(kept) for name, kept in times.items()} == {"forward": 7, "backward": 7}
+    assert all(time_ms > 0 for kept in times.values() for time_ms in kept)

@@ -105,6 +105,16 @@ def test_backends_are_compared_without_a_study(tmp_path, capsys):
     assert "[2/2] sdpa 16 forward" in out
 
 
+def test_an_interrupted_sweep_says_how_to_go_on(run, study, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effattn.bench.runner.sweep", interrupt)
+    code, _, err = run("sweep", str(study))
+    assert code == 130
+    assert err == "effattn: interrupted; the same command goes on from here\n"
+
+
 def test_help_imports_nothing_heavy_but_torch():
     code = "import sys; import effattn.cli; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

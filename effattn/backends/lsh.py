@@ -166,13 +166,14 @@ class LSH(Backend):
         starts = torch.minimum((ends + self.look_ahead * size - width).clamp(min=0), latest)
 
         row_starts = starts.repeat_interleave(size, dim=-1)[..., :query_len]
-        filled = torch.nn.functional.pad(row_order, (0, num_chunks * size - query_len), value=-1)
+        filled = torch.nn.functional.pad(row_order, (0, num_chunks * size - query_len), value=query_len)
+        row_start = torch.empty_like(row_order).scatter_(-1, row_order, row_starts)
         return ChunkPlan(
-            row_order=filled,
-            key_order=key_order,
-            key_rank=key_rank,
-            chunk_start=starts,
-            row_start=torch.empty_like(row_order).scatter_(-1, row_order, row_starts),
+            row_order=filled.int(),
+            key_order=key_order.int(),
+            key_rank=key_rank.int(),
+            chunk_start=starts.int(),
+            row_start=row_start.int(),
             chunk_size=size,
             width=width,
         )

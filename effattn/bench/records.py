@@ -3,6 +3,22 @@
 A line is on the disk before the next cell begins. A process that was killed while it wrote leaves at most a
 torn last line, which is cut off when the file is next opened for writing. A cell that was measured again
 has two lines, of which the later one counts.
+
+The fields of a record; what was not measured is absent or null, never 0:
+
+* identity: study, cell (its key), backend (canonical spec), backend_name, batch_size, num_heads, num_kv_heads,
+  seq_len, head_dim, dtype, device, mask, input, pass ("forward", "forward_backward" or "decode"), seed;
+* outcome: status ("ok", "unsupported", "out_of_memory", "crashed", "timeout" or "error"), reason, impl (what ran),
+  input_description;
+* time in ms: setup_ms (the first call with all that it sets up), compile_ms (what torch.compile took of that),
+  {forward,backward}_ms_{median,p20,p80,repeats};
+* memory: peak_memory_bytes (of the whole pass, above what was allocated before it), memory_method;
+* work: flops and tflops (a second) of the pattern, density (attended pairs of those that the mask allows),
+  keys_per_query;
+* error: {implementation,approximation,total}_rel_l2, total_cosine, total_max_abs, recall, oracle_rel_l2,
+  grad_{implementation,approximation,total}_rel_l2, error_rows (how many query rows they come from);
+* where: machine, cpu, cpu_threads, gpu, memory_total_bytes, python, torch, effattn, commit, started_at (UTC),
+  wall_s (process start included).
 """
 
 import json

@@ -1,7 +1,7 @@
 """Attention of sorted chunks: what LSH attention computes once hashing has put likely pairs side by side.
 
 In each round the rows and the keys stand in an order of their own; a chunk of neighbouring rows attends to a
-window of neighbouring keys. Rounds are joined as they come by the online softmax, so nothing of size rounds x n x d
+window of neighbouring keys. Rounds are joined as they come by their log-sum-exps, so nothing of size rounds x n x d
 exists. A pair that several rounds find is counted in the first of them alone, or, on request, in each. The
 backward pass recomputes the tiles from the output and the log-sum-exp.
 """
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dropout import keep_scale
-from ..masks import Mask
+from ..masks import Everything, Mask, pack, unpack
+from .softmax import Part, softmax_in_place
 
 __all__ = ["ChunkPlan", "Chunks", "chunked_rounds"]
 
@@ -29,11 +29,11 @@ _WORKSPACE_BYTES = 2**20  # of scores at a time
 class ChunkPlan:
     """Who meets whom: for each round the order of rows and keys, and each chunk's window of keys.
 
-    Ranks are places in a round's order of keys. ``row_order`` is filled up with -1 to whole chunks.
+    Ranks are places in a round's order of keys. All tensors are int32.
     """
 
-    row_order: Tensor  # [rounds, batch, heads, num_chunks * chunk_size], rows
-    key_order: Tensor  # [rounds, batch, kv_heads, key_len], keys
+    row_order: Tensor  # [rounds, batch, heads, num_chunks * chunk_size], filled up with query_len to whole chunks
+    key_order: Tensor  # [rounds, batch, kv_heads, key_len]
     key_rank: Tensor  # [rounds, batch, kv_heads, key_len], the inverse of key_order
     chunk_start: Tensor  # [rounds, batch, heads, num_chunks], the rank of a window's first key
     row_start: Tensor  # [rounds, batch, heads, query_len], the same by row
@@ -44,9 +44,20 @@ class ChunkPlan:
     def num_rounds(self) -> int:
         return self.row_order.shape[0]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.row_order, self.key_order, self.key_rank, self.chunk_start, self.row_start
+
     def meets(self, index: int, batch: Tensor, head: Tensor, kv_head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         """Whether round ``index`` puts the key into the row's window."""
-        ahead = self.key_rank[index, batch, kv_head, key] - self.row_start[index, batch, head, row]
+        return self.within(
+            self.key_rank[index, batch, kv_head, key] - self.row_start[index, batch, head, row],
+        )
+
+    def within(self, ahead: Tensor) -> Tensor:
+        """Whether a key that stands ``ahead`` of a window's first key is in the window."""
+        if self.width & (self.width - 1) == 0:
+            return (ahead >> (self.width.bit_length() - 1)) == 0  # a negative number keeps its sign bits
         return (ahead >= 0) & (ahead < self.width)
 
 
@@ -74,129 +85,200 @@ def chunked_rounds(
 
     Both are differentiable, once. Time and memory O(rounds x n x width) and O(n).
     """
-    output, lse = _ChunkedRounds.apply(query, key, value, chunks)
+    packed, tensors = pack(chunks.mask)
+    plan = chunks.plan
+    output, lse = _sorted_chunks(
+        query,
+        key,
+        value,
+        list(plan.tensors),
+        plan.chunk_size,
+        plan.width,
+        packed,
+        tensors,
+        chunks.scale,
+        chunks.query_offset,
+        chunks.exclude_self,
+        chunks.once,
+        chunks.dropout_p,
+        chunks.dropout_seed,
+    )
     return output, lse
 
 
-class _ChunkedRounds(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-        output, lse = _forward(query, key, value, chunks)
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.chunks = chunks
-        ctx.set_materialize_grads(False)
-        return output, lse
+# As custom operators, opaque to torch.compile, so that a module around them compiles as one graph.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: Tensor | None, grad_lse: Tensor | None):  # type: ignore[no-untyped-def]
-        query, key, value, output, lse = ctx.saved_tensors
-        if grad_output is None and grad_lse is None:
-            return (None,) * 4
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        return (*_backward(query, key, value, output, lse, grad_output, grad_lse, ctx.chunks), None)
+
+@torch.library.custom_op("effattn::sorted_chunks", mutates_args=())
+def _sorted_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: list[Tensor],
+    chunk_size: int,
+    width: int,
+    mask: str,
+    mask_tensors: list[Tensor],
+    scale: float,
+    query_offset: int,
+    exclude_self: bool,
+    once: bool,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    whole = _unpack_plan(plan, chunk_size, width)
+    masked = unpack(mask, mask_tensors)
+    return _forward(
+        query, key, value, Chunks(whole, masked, scale, query_offset, exclude_self, once, dropout_p, dropout_seed)
+    )
+
+
+def _unpack_plan(tensors: list[Tensor], chunk_size: int, width: int) -> ChunkPlan:
+    row_order, key_order, key_rank, chunk_start, row_start = tensors
+    return ChunkPlan(row_order, key_order, key_rank, chunk_start, row_start, chunk_size, width)
+
+
+@_sorted_chunks.register_fake
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(*query.shape[:3], value.shape[3], dtype=wide), query.new_empty(query.shape[:3], dtype=wide)
+
+
+@torch.library.custom_op("effattn::sorted_chunks_backward", mutates_args=())
+def _sorted_chunks_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    plan: list[Tensor],
+    chunk_size: int,
+    width: int,
+    mask: str,
+    mask_tensors: list[Tensor],
+    scale: float,
+    query_offset: int,
+    exclude_self: bool,
+    once: bool,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    whole = _unpack_plan(plan, chunk_size, width)
+    masked = unpack(mask, mask_tensors)
+    chunks = Chunks(whole, masked, scale, query_offset, exclude_self, once, dropout_p, dropout_seed)
+    return _backward(query, key, value, output, lse, grad_output, grad_lse, chunks)
+
+
+@_sorted_chunks_backward.register_fake
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, plan, size, width, mask, mask_tensors, *numbers, seed = inputs
+    ctx.save_for_backward(query, key, value, *output, seed, *plan, *mask_tensors)
+    ctx.constants, ctx.numbers, ctx.num_plan = (size, width, mask), numbers, len(plan)
+
+
+def _differentiate(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, output, lse, seed, *rest = ctx.saved_tensors
+    plan, mask_tensors = rest[: ctx.num_plan], rest[ctx.num_plan :]
+    grads = _sorted_chunks_backward(
+        query, key, value, output, lse, grad_output, grad_lse, plan, *ctx.constants, mask_tensors, *ctx.numbers, seed
+    )
+    others = ([None] * len(plan), None, None, None, [None] * len(mask_tensors), *(None,) * 6)
+    return *grads, *others
+
+
+_sorted_chunks.register_autograd(_differentiate, setup_context=_save)
 
 
 @dataclass
 class _Tile:
     """Some chunks of one head in one round."""
 
-    ranks: slice  # of the rows, in the round's order
-    rows: Tensor  # [chunks, chunk_size], -1 where filled up
-    windows: Tensor  # [chunks, width], ranks of the keys
+    rows: Tensor  # [chunks, chunk_size]; query_len where filled up
     keys: Tensor  # [chunks, width]
 
 
 class _Head:
     """One query head: its tiles in each round, and which pairs of a tile count."""
 
-    def __init__(self, chunks: Chunks, batch: int, head: int, group: int, dtype: torch.dtype) -> None:
+    def __init__(self, chunks: Chunks, batch: int, head: int, kv_head: int, dtype: torch.dtype) -> None:
         plan = chunks.plan
         self.chunks, self.plan = chunks, plan
-        self.batch, self.head, self.kv_head = batch, head, head // group
+        self.at, self.kv_at = (batch, head), (batch, kv_head)
         device = plan.row_order.device
-        self._batch, self._head, self._kv_head = (torch.tensor(i, device=device) for i in (batch, head, self.kv_head))
-        self._span = torch.arange(plan.width, device=device)
+        self._batch, self._head = torch.tensor(batch, device=device), torch.tensor(head, device=device)
+        self._span = torch.arange(plan.width, device=device, dtype=torch.int32)
+        self._query_len = plan.row_start.shape[3]
         tile_bytes = plan.chunk_size * plan.width * dtype.itemsize
         self._chunks_at_once = max(1, _WORKSPACE_BYTES // tile_bytes)
 
     def tiles(self, index: int) -> Iterator[_Tile]:
-        plan, size = self.plan, self.plan.chunk_size
-        order = plan.row_order[index, self.batch, self.head].view(-1, size)
-        starts = plan.chunk_start[index, self.batch, self.head]
-        key_order = plan.key_order[index, self.batch, self.kv_head]
+        order = self.plan.row_order[(index, *self.at)].view(-1, self.plan.chunk_size)
+        starts = self.plan.chunk_start[(index, *self.at)]
+        key_order = self.plan.key_order[(index, *self.kv_at)]
         for first in range(0, len(order), self._chunks_at_once):
             last = min(first + self._chunks_at_once, len(order))
             windows = starts[first:last, None] + self._span
-            yield _Tile(slice(first * size, last * size), order[first:last], windows, key_order[windows])
+            yield _Tile(order[first:last], _rows(key_order, windows))
 
-    def allowed(self, index: int, tile: _Tile) -> Tensor:
-        """Which pairs of the tile count in this round, ``[chunks, chunk_size, width]``."""
-        rows, keys = tile.rows[:, :, None], tile.keys[:, None, :]
-        real = rows.clamp(min=0)
-        allowed = self.chunks.mask.allows(self._batch, self._head, real, keys, self.chunks.query_offset)
-        allowed = allowed & (rows >= 0)
-        if self.chunks.exclude_self:
-            allowed &= keys != rows + self.chunks.query_offset
-        if self.chunks.once:
+    def hidden(self, index: int, tile: _Tile) -> Tensor | None:
+        """Which pairs of the tile do not count in this round, ``[chunks, chunk_size, width]``; None: none."""
+        chunks, hidden = self.chunks, []
+        rows, keys = tile.rows.clamp(max=self._query_len - 1)[:, :, None], tile.keys[:, None, :]
+        if not isinstance(chunks.mask, Everything):
+            hidden.append(~chunks.mask.allows(self._batch, self._head, rows, keys, chunks.query_offset))
+        if chunks.exclude_self:
+            hidden.append(keys == rows + chunks.query_offset)
+        if chunks.once:
             for earlier in range(index):
-                allowed &= ~self.plan.meets(earlier, self._batch, self._head, self._kv_head, real, keys)
-        return allowed
+                ranks = _rows(self.plan.key_rank[(earlier, *self.kv_at)], tile.keys)
+                starts = _rows(self.plan.row_start[(earlier, *self.at)], rows[..., 0])
+                hidden.append(self.plan.within(ranks[:, None, :] - starts[:, :, None]))
+        if not hidden:
+            return None
+        total = hidden[0]
+        for part in hidden[1:]:
+            total = total.logical_or_(part) if total.shape == part.shape else total | part
+        return total
 
     def keep(self, tile: _Tile) -> Tensor:
         chunks = self.chunks
         assert chunks.dropout_seed is not None
-        rows, keys = tile.rows[:, :, None].clamp(min=0), tile.keys[:, None, :]
+        rows, keys = tile.rows[:, :, None].long(), tile.keys[:, None, :].long()
         return keep_scale(chunks.dropout_p, chunks.dropout_seed, self._batch, self._head, rows, keys)
-
-
-def _heads(query: Tensor, key: Tensor, chunks: Chunks, dtype: torch.dtype) -> Iterator[_Head]:
-    group = query.shape[1] // key.shape[1]
-    for batch in range(query.shape[0]):
-        for head in range(query.shape[1]):
-            yield _Head(chunks, batch, head, group, dtype)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    batch_size, num_heads, query_len, _ = query.shape
-    plan, lowest = chunks.plan, torch.finfo(dtype).min
-    output = query.new_empty(batch_size, num_heads, query_len, value.shape[3], dtype=dtype)
-    lse = query.new_empty(batch_size, num_heads, query_len, dtype=dtype)
-    padded_len = plan.row_order.shape[3]
-    # One round's result in its own order, and the running result of all rounds in the rows' order.
-    sorted_output = query.new_empty(padded_len, value.shape[3], dtype=dtype)
-    sorted_peak, sorted_total = (query.new_empty(padded_len, dtype=dtype) for _ in range(2))
+    query_len, value_dim = query.shape[2], value.shape[3]
+    output = query.new_empty(*query.shape[:3], value_dim, dtype=dtype)
+    lse = query.new_empty(query.shape[:3], dtype=dtype)
     for head in _heads(query, key, chunks, dtype):
-        q = query[head.batch, head.head].to(dtype) * chunks.scale
-        k, v = (t[head.batch, head.kv_head].to(dtype) for t in (key, value))
-        accumulated = torch.zeros_like(output[0, 0])
-        peak, total = q.new_full((query_len,), lowest), q.new_zeros(query_len)
-        for index in range(plan.num_rounds):
+        q = _with_blank_row(query[head.at].to(dtype) * chunks.scale)
+        k, v = (t[head.kv_at].to(dtype) for t in (key, value))
+        found = Part(*(q.new_empty(query_len + 1, n) for n in (value_dim, 1, 1)))
+        for index in range(chunks.plan.num_rounds):
             for tile in head.tiles(index):
-                s = torch.bmm(q[tile.rows.clamp(min=0)], k[tile.keys].mT)
-                s.masked_fill_(~head.allowed(index, tile), -torch.inf)
-                # A row of -inf keeps a finite peak, so that its weights are exp(-inf) = 0 and not NaN.
-                tile_peak = s.amax(-1, keepdim=True).clamp_(min=lowest)
-                s.sub_(tile_peak).exp_()
-                sorted_peak[tile.ranks] = tile_peak.flatten()
-                sorted_total[tile.ranks] = s.sum(-1).flatten()
+                scores = torch.bmm(_rows(q, tile.rows), _rows(k, tile.keys).mT)
+                hidden = head.hidden(index, tile)
+                if hidden is not None:
+                    scores.masked_fill_(hidden, -torch.inf)
+                peak, total = softmax_in_place(scores)
                 if chunks.dropout_p:
-                    s *= head.keep(tile)
-                sorted_output[tile.ranks] = torch.bmm(s, v[tile.keys]).flatten(0, 1)
-            order = plan.row_order[index, head.batch, head.head]
-            rank = torch.empty_like(order[:query_len]).scatter_(
-                0, order[:query_len], torch.arange(query_len, device=order.device)
-            )
-            round_peak = sorted_peak[rank]
-            new_peak = torch.maximum(peak, round_peak)
-            shrink, weight = (peak - new_peak).exp_(), (round_peak - new_peak).exp_()
-            accumulated.mul_(shrink[:, None]).addcmul_(sorted_output[rank], weight[:, None])
-            total.mul_(shrink).addcmul_(sorted_total[rank], weight)
-            peak = new_peak
-        lse[head.batch, head.head] = peak + total.log()
-        output[head.batch, head.head] = accumulated.div_(total.masked_fill(total == 0, 1)[:, None])
+                    scores *= head.keep(tile)
+                part = Part(torch.bmm(scores, _rows(v, tile.keys)), peak, total)
+                if index:
+                    part = Part(*(_rows(t, tile.rows) for t in (found.output, found.peak, found.total))).join(part)
+                for whole, tiled in zip(
+                    (found.output, found.peak, found.total), (part.output, part.peak, part.total), strict=True
+                ):
+                    whole.index_copy_(0, tile.rows.flatten().long(), tiled.flatten(0, 1))
+        output[head.at], lse[head.at] = found.output[:query_len], found.lse[:query_len, 0]
     return output, lse
 
 
@@ -211,32 +293,62 @@ def _backward(
     chunks: Chunks,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    d_query, d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (query, key, value))
+    query_len = query.shape[2]
+    d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (key, value))
     for head in _heads(query, key, chunks, dtype):
-        at, kv_at = (head.batch, head.head), (head.batch, head.kv_head)
-        q = query[at].to(dtype) * chunks.scale
-        k, v, d_out = key[kv_at].to(dtype), value[kv_at].to(dtype), grad_output[at].to(dtype)
-        delta = (d_out * output[at]).sum(-1)
+        q = _with_blank_row(query[head.at].to(dtype) * chunks.scale)
+        d_out = _with_blank_row(grad_output[head.at].to(dtype))
+        k, v = (t[head.kv_at].to(dtype) for t in (key, value))
+        delta = (d_out[:query_len] * output[head.at]).sum(-1)
         if grad_lse is not None:
-            delta -= grad_lse[at]
-        row_lse = lse[at].masked_fill(lse[at] == -torch.inf, torch.inf)
+            delta -= grad_lse[head.at]
+        delta = torch.cat([delta, delta.new_zeros(1)])
+        # Rows that see nothing, and the blank one, have no weights: exp(-inf) = 0.
+        row_lse = torch.cat([lse[head.at], lse.new_full((1,), torch.inf)])
+        row_lse = row_lse.masked_fill(row_lse == -torch.inf, torch.inf)
+        dq, dk, dv = torch.zeros_like(q), d_key[head.kv_at], d_value[head.kv_at]
         for index in range(chunks.plan.num_rounds):
             for tile in head.tiles(index):
-                rows = tile.rows.clamp(min=0)
-                q_tile, k_tile, d_out_tile = q[rows], k[tile.keys], d_out[rows]
-                weights = torch.bmm(q_tile, k_tile.mT)
-                weights.masked_fill_(~head.allowed(index, tile), -torch.inf)
-                weights.sub_(row_lse[rows][..., None]).exp_()
-                d_weights = torch.bmm(d_out_tile, v[tile.keys].mT)
+                q_tile, d_out_tile = _rows(q, tile.rows), _rows(d_out, tile.rows)
+                k_tile, v_tile = _rows(k, tile.keys), _rows(v, tile.keys)
+                weights = torch.bmm(q_tile, k_tile.mT).sub_(_rows(row_lse, tile.rows)[..., None])
+                hidden = head.hidden(index, tile)
+                if hidden is not None:
+                    weights.masked_fill_(hidden, -torch.inf)
+                weights.exp_()
+                d_weights = torch.bmm(d_out_tile, v_tile.mT)
                 if chunks.dropout_p:
                     keep = head.keep(tile)
                     d_weights *= keep
-                    d_v = torch.bmm((weights * keep).mT, d_out_tile)
+                    _add_rows(dv, tile.keys, torch.bmm((weights * keep).mT, d_out_tile))
                 else:
-                    d_v = torch.bmm(weights.mT, d_out_tile)
-                d_scores = d_weights.sub_(delta[rows][..., None]).mul_(weights)
-                d_query[at].index_add_(0, rows.flatten(), torch.bmm(d_scores, k_tile).flatten(0, 1))
-                d_key[kv_at].index_add_(0, tile.keys.flatten(), torch.bmm(d_scores.mT, q_tile).flatten(0, 1))
-                d_value[kv_at].index_add_(0, tile.keys.flatten(), d_v.flatten(0, 1))
-    d_query.mul_(chunks.scale)
-    return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
+                    _add_rows(dv, tile.keys, torch.bmm(weights.mT, d_out_tile))
+                d_scores = d_weights.sub_(_rows(delta, tile.rows)[..., None]).mul_(weights)
+                _add_rows(dq, tile.rows, torch.bmm(d_scores, k_tile))
+                _add_rows(dk, tile.keys, torch.bmm(d_scores.mT, q_tile))
+        d_query[head.at] = dq[:query_len].mul_(chunks.scale).to(query.dtype)
+    return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
+
+
+def _heads(query: Tensor, key: Tensor, chunks: Chunks, dtype: torch.dtype) -> Iterator[_Head]:
+    group = query.shape[1] // key.shape[1]
+    for batch in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            yield _Head(chunks, batch, head, head // group, dtype)
+
+
+def _with_blank_row(tensor: Tensor) -> Tensor:
+    """With a row of zeros at the end, where chunks that are filled up look."""
+    return torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])])
+
+
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """``tensor[index]`` for an index of any shape."""
+    return tensor.index_select(0, index.flatten()).view(*index.shape, *tensor.shape[1:])
+
+
+def _add_rows(tensor: Tensor, index: Tensor, values: Tensor) -> None:
+    """``tensor[index] += values``, where the index may repeat."""
+    flat = index.flatten().long()[:, None]
+    tensor.scatter_add_(0, flat.expand(-1, tensor.shape[1]), values.flatten(0, 1))

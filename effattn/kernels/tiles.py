@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..dropout import keep_scale
 from ..masks import Coverage, Mask, evaluate, pack, unpack
+from .softmax import Part, softmax_in_place
 
 __all__ = ["Problem", "tiled_attention"]
 
@@ -337,48 +338,24 @@ def _forward(
     for block in tiles.head_blocks(key, value):
         for rows in tiles.row_tiles():
             q = block.rows(query, rows) * problem.scale
-            joined: tuple[Tensor, Tensor] | None = None
+            joined: Part | None = None
             for keys, coverage in tiles.key_tiles(rows):
                 scores = workspace(q.shape[0], q.shape[1], keys.stop - keys.start)
                 tiles.scores(block, q, rows, keys, coverage, scores)
-                weights, tile_lse = _softmax(scores)
+                peak, total = softmax_in_place(scores)
                 if problem.dropout_p:
-                    weights *= tiles.keep(block, rows, keys)
-                tile_output = torch.bmm(weights, block.value[:, keys])
-                joined = (tile_output, tile_lse) if joined is None else _join(joined, tile_output, tile_lse)
+                    scores *= tiles.keep(block, rows, keys)
+                part = Part(torch.bmm(scores, block.value[:, keys]), peak, total)
+                joined = part if joined is None else joined.join(part)
             if joined is None:  # no key in sight
                 output[block.batch, block.heads, rows] = 0
                 if need_lse:
                     lse[block.batch, block.heads, rows] = -torch.inf
                 continue
-            block.put(output, rows, joined[0])
+            block.put(output, rows, joined.output)
             if need_lse:
-                block.put(lse, rows, joined[1])
+                block.put(lse, rows, joined.lse)
     return output, lse
-
-
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax in place and its log-sum-exp ``[..., 1]``; a row of -inf gives weights 0 and -inf."""
-    peak = scores.amax(-1, keepdim=True)
-    empty = peak == -torch.inf
-    some_empty = bool(empty.any())
-    if some_empty:
-        scores.masked_fill_(empty, 0.0)
-    torch.softmax(scores, -1, out=scores)
-    # The peak's weight is 1 / sum(exp(score - peak)).
-    lse = peak.sub_(scores.amax(-1, keepdim=True).log_())
-    if some_empty:
-        scores.masked_fill_(empty, 0.0)
-    return scores, lse
-
-
-def _join(joined: tuple[Tensor, Tensor], output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold a tile's output into that of the tiles before it, in place."""
-    total_output, total_lse = joined
-    new_lse = torch.logaddexp(total_lse, lse)
-    finite = new_lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf minus -inf would be NaN
-    total_output.mul_((total_lse - finite).exp_()).addcmul_(output, (lse - finite).exp_())
-    return total_output, new_lse
 
 
 def _backward(
