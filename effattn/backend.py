@@ -13,7 +13,7 @@ import difflib
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -38,7 +38,7 @@ __all__ = [
 
 ENTRY_POINTS = "effattn.backends"
 
-ALL_MASKS = frozenset({Causal, Window, Padding, Global, Documents, Dense, Or})
+ALL_MASKS = (Causal, Window, Padding, Global, Documents, Dense, Or)
 ALL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -58,7 +58,7 @@ class UnsupportedError(ValueError):
 class Capabilities:
     """What a backend can do, as data. The contract tests what is declared, and that the rest is refused."""
 
-    masks: frozenset[type[Mask]] = ALL_MASKS
+    masks: Collection[type[Mask]] = ALL_MASKS
     bias: bool = True
     bias_grad: bool = True
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
@@ -165,9 +165,10 @@ class Backend:
         absent = self.unavailable()
         if absent is not None:
             reasons.append(absent)
-        for kind in sorted(request.mask.kinds() - able.masks, key=lambda kind: kind.__name__):
-            supported = ", ".join(sorted(kind.__name__ for kind in able.masks)) or "no masks"
-            need(False, f"a {kind.__name__} mask", supported)
+        for kind in request.mask.kinds():
+            if kind not in able.masks:
+                supported = ", ".join(kind.__name__ for kind in able.masks) or "no masks"
+                need(False, f"a {kind.__name__} mask", supported)
         need(able.bias or not request.bias, "a bias", "none")
         need(able.bias_grad or not request.bias_grad, "a gradient for the bias", "a bias without one")
         need(request.dtype in able.dtypes, _dtype_name(request.dtype), ", ".join(map(_dtype_name, able.dtypes)))
@@ -277,6 +278,7 @@ class Backend:
 
 
 _registry: dict[str, type[Backend]] = {}
+_parsed: dict[str, Backend] = {}  # what spec strings have given so far
 _missing: dict[str, str] = {}  # entry points that could not be imported: name -> reason
 _loaded: set[str] = set()  # where backends have been looked for
 
@@ -302,6 +304,7 @@ def register(cls: B) -> B:
     if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"register: the name {name!r} is taken by {known.__module__}.{known.__qualname__}")
     _registry[name] = cls
+    _parsed.clear()
     return cls
 
 
@@ -321,6 +324,8 @@ def get(spec: str | Backend, **fields: Any) -> Backend:
         return dataclasses.replace(spec, **fields) if fields else spec  # type: ignore[type-var]
     if not isinstance(spec, str):
         raise ValueError(f"backend: must be a spec string or a Backend, got {type(spec).__name__}")
+    if not fields and spec in _parsed:  # no more than a lookup, so that torch.compile can follow it
+        return _parsed[spec]
     name, parsed = _parse(spec)
     _discover()
     if name not in _registry:
@@ -337,7 +342,10 @@ def get(spec: str | Backend, **fields: Any) -> Backend:
             near = difflib.get_close_matches(field, allowed, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"{name}: unknown field {field!r}; {hint}it has {', '.join(allowed) or 'none'}")
-    return cls(**given)
+    backend = cls(**given)
+    if not fields:
+        _parsed[spec] = backend
+    return backend
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,12 @@ class Mask:
         else:
             yield self
 
-    def kinds(self) -> frozenset[type[Mask]]:
-        """The classes in the tree, without ``And`` and ``Everything``, which every backend understands."""
-        inner = frozenset().union(*(part.kinds() for part in self.parts))
-        return inner if isinstance(self, And | Everything) else inner | {type(self)}
+    def kinds(self) -> tuple[type[Mask], ...]:
+        """The classes in the tree, each once, without ``And`` and ``Everything``, which every backend understands."""
+        found: list[type[Mask]] = [] if isinstance(self, And | Everything) else [type(self)]
+        for part in self.parts:
+            found += [kind for kind in part.kinds() if kind not in found]
+        return tuple(found)
 
     def dense(
         self,

@@ -145,6 +145,12 @@ def test_log_sum_exp_of_no_keys():
 
 
 @pytest.mark.parametrize("spec", BACKENDS)
+def test_the_pattern_of_an_empty_problem(spec):
+    empty = QUERY[:, :, :0]
+    assert effattn.pattern(empty, empty, backend=spec, mask=Causal()).dense(BATCH, HEADS, 0, 0).numel() == 0
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
 def test_values_without_a_dimension(spec):
     assert call(backend=spec, value=VALUE[..., :0]).shape == (BATCH, HEADS, LENGTH, 0)
 

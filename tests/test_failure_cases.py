@@ -147,11 +147,11 @@ def test_M7_true_means_may_attend(spec):
 
 def test_M7_a_mask_that_could_mean_two_things_is_refused():
     tensors = inputs()
-    with pytest.raises(ValueError, match="mask: a tensor must be bool .* or floating"):
+    with pytest.raises(ValueError, match=r"mask: a tensor must be bool .* or floating"):
         attention(*tensors, mask=torch.ones(LENGTH, LENGTH, dtype=torch.int64))
-    with pytest.raises(ValueError, match="bias: must be a floating tensor, got torch.bool"):
+    with pytest.raises(ValueError, match=r"bias: must be a floating tensor, got torch\.bool"):
         attention(*tensors, bias=torch.ones(LENGTH, LENGTH, dtype=torch.bool))
-    with pytest.raises(ValueError, match="padding: keep must be bool or 0/1 integers, got torch.float32"):
+    with pytest.raises(ValueError, match=r"padding: keep must be bool or 0/1 integers, got torch\.float32"):
         Padding(torch.ones(1, LENGTH))
     with pytest.raises(ValueError, match="dense: allowed must be a bool tensor"):
         Dense(torch.zeros(LENGTH, LENGTH))
@@ -233,7 +233,7 @@ def test_C3_decoding_with_a_cache_sees_every_key(spec):
 
 @pytest.mark.parametrize("spec", declaring(ALL, cross_length=True))
 def test_C4_cross_attention_is_causal_only_where_asked(spec):
-    query, key, value = (draw(BATCH, HEADS, n, HEAD_DIM, seed=n).requires_grad_() for n in (9, LENGTH, LENGTH + 0))
+    query, key, value = (draw(BATCH, HEADS, n, HEAD_DIM, seed=n).requires_grad_() for n in (9, LENGTH, LENGTH))
     dense = pattern(query, key, backend=spec).dense(BATCH, HEADS, 9, LENGTH)
     first_rows_key = LENGTH - 9
     assert dense[:, :, 0, first_rows_key + 1 :].any(), "the first query sees no key past its position"
@@ -279,15 +279,18 @@ def test_H5_no_gradient_reaches_the_past_from_the_future(spec):
 
 @lsh_backends
 def test_H6_a_query_without_a_key_gives_zero(spec):
+    """One key a window, which under a causal mask may be a later one. A shared query still sees itself."""
     backend = get(spec, bucket_size=1, num_hashes=1, look_back=0)
-    tensors = inputs()
-    output, lse = attention(*tensors, backend=backend, mask=Causal(), return_lse=True)
-    dense = pattern(*tensors[:2], backend=backend, mask=Causal()).dense(BATCH, HEADS, LENGTH, LENGTH)
-    nothing = ~dense.any(-1)
-    assert nothing.any() != backend.shared_qk  # with shared queries and keys there is always the token itself
+    query, key, value = inputs()
+    if not backend.shared_qk:
+        key = draw(*key.shape, seed=2).requires_grad_()
+    output, lse = attention(query, key, value, backend=backend, mask=Causal(), return_lse=True)
+    seen = pattern(query, key, backend=backend, mask=Causal()).dense(BATCH, HEADS, LENGTH, LENGTH)
+    nothing = ~seen.any(-1)
+    assert nothing.any() != backend.shared_qk
     assert not output[nothing].any()
     assert (lse[nothing] == -math.inf).all()
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(output.sum(), tensors))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(output.sum(), (query, key, value)))
 
 
 @lsh_backends
@@ -321,7 +324,7 @@ def test_W1_counts_of_keys_are_exact(spec, left, right, count):
         assert (keys.min(), keys.max()) == (10 - left, 10 + right)
 
 
-@pytest.mark.parametrize("name", effattn.names())
+@pytest.mark.parametrize("name", [name for name in effattn.names() if name != "flex"])  # seconds to compile
 def test_W2_a_window_is_applied_or_refused(name):
     request = Request.of(*(t.detach() for t in inputs()), mask=Window(3, 0))
     backend = get(name)
@@ -440,8 +443,9 @@ def test_G2_a_second_derivative_is_right_or_says_that_there_is_none(spec):
     try:
         (second,) = torch.autograd.grad(first.square().sum(), query)
     except RuntimeError as error:
-        assert any(say in str(error) for say in ("differentiate twice", "is not implemented", "no autograd formula"))
-        return
+        if any(reason in str(error) for reason in ("is not implemented", "no autograd formula", "differentiate twice")):
+            return
+        raise
     step = 1e-5 * draw(*query.shape).double()
     change = slope(query + step, False).square().sum() - slope(query - step, False).square().sum()
     torch.testing.assert_close(change, 2 * (second * step).sum(), rtol=1e-3, atol=1e-9)

@@ -25,7 +25,9 @@ from effattn.masks import (
     band_of,
     evaluate,
     hide_padding,
+    pack,
     padding_of,
+    unpack,
 )
 
 
@@ -209,6 +211,25 @@ def test_a_taken_mask_is_that_part_of_the_whole(data):
             assert torch.equal(dense[batch, :, i, j], expected)
     assert_bounds_hold(taken, dense, of.query_offset)
     assert taken.tensors[: len(mask.tensors)] == mask.tensors
+
+
+@given(st.data())
+@examples(100)
+def test_packing_loses_nothing(data):
+    """A custom operator takes text and tensors; so every mask must survive the way there and back."""
+    of, mask = data.draw(problems(longest=9))
+    parts = (data.draw(selections(n, of.batch_size)) for n in (of.query_len, of.key_len))
+    taken = Taken(mask, *parts)
+    rows, keys = (
+        len(places(taken.rows, of.query_len, of.batch_size)[0]),
+        len(places(taken.keys, of.key_len, of.batch_size)[0]),
+    )
+    for original, sizes in ((mask, of.shape), (taken, (of.batch_size, of.num_heads, rows, keys))):
+        packed, tensors = pack(original)
+        again = unpack(packed, tensors)
+        assert torch.equal(again.dense(*sizes, of.query_offset), original.dense(*sizes, of.query_offset))
+        assert again.kinds() == original.kinds()
+        assert again.is_relative == original.is_relative
 
 
 def test_a_taken_mask_knows_its_place_in_the_whole():

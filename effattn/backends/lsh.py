@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..backend import Backend, Capabilities, Request, register
 from ..dropout import draw_seed, keep_scale
+from ..kernels.hashing import plan_chunks
 from ..kernels.merge import merge
 from ..kernels.sorted_chunks import ChunkPlan, Chunks, chunked_rounds
 from ..masks import Mask, padding_of
 from ..reference import BiasFunction
-
-_MOST_BUCKETS = 128  # in one rotation; more are made of two, as Reformer's code does, so that hashing stays O(n sqrt n)
 
 
 @register
@@ -129,66 +128,19 @@ class LSH(Backend):
             output, lse = _fall_back_to_self(output, lse, query, key, value, chunks)
         return output.to(query.dtype), lse if return_lse else None
 
-    @torch.no_grad()
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, query_offset: int) -> ChunkPlan:
-        """Hash, sort, and lay chunks of queries beside windows of keys."""
-        batch_size, num_heads, query_len, head_dim = query.shape
-        num_kv_heads, key_len = key.shape[1:3]
-        device, size = query.device, self.bucket_size
-        rotations = self._rotations(head_dim, key_len, device)
-        positions = torch.arange(key_len, device=device)
-        key_buckets = _hash(key, rotations)  # [rounds, batch, kv_heads, key_len]
-        keep = padding_of(mask)
-        if keep is not None:
-            num_buckets = _num_buckets(rotations)
-            hidden = ~keep.expand(batch_size, key_len)[:, None]
-            key_buckets = key_buckets.masked_fill(hidden, num_buckets)
-        key_codes, key_order = (key_buckets * key_len + positions).sort(dim=-1)
-        key_rank = torch.empty_like(key_order).scatter_(-1, key_order, positions.expand_as(key_order))
-
-        if self.shared_qk:
-            row_codes, row_order = key_codes, key_order
-        else:
-            row_positions = (torch.arange(query_len, device=device) + query_offset).clamp(0, key_len - 1)
-            row_codes, row_order = (_hash(query, rotations) * key_len + row_positions).sort(dim=-1, stable=True)
-            key_codes = key_codes.repeat_interleave(num_heads // num_kv_heads, dim=2)
-
-        # A window ends where the keys of its chunk's middle row end, plus half a chunk: with as many keys as
-        # rows in each bucket, that is where the chunk itself ends.
-        num_chunks = -(-query_len // size)
-        half = (size - 1) // 2
-        middle = (torch.arange(num_chunks, device=device) * size + half).clamp(max=query_len - 1)
-        ends = torch.searchsorted(key_codes, row_codes[..., middle].contiguous(), right=True) + size - half - 1
-        width = min((1 + self.look_back + self.look_ahead) * size, key_len)
-        latest = torch.tensor(key_len - width, device=device)
-        if keep is not None:
-            latest = (keep.expand(batch_size, key_len).sum(-1) - width).clamp(min=0)[:, None, None]
-        starts = torch.minimum((ends + self.look_ahead * size - width).clamp(min=0), latest)
-
-        row_starts = starts.repeat_interleave(size, dim=-1)[..., :query_len]
-        filled = torch.nn.functional.pad(row_order, (0, num_chunks * size - query_len), value=query_len)
-        row_start = torch.empty_like(row_order).scatter_(-1, row_order, row_starts)
-        return ChunkPlan(
-            row_order=filled.int(),
-            key_order=key_order.int(),
-            key_rank=key_rank.int(),
-            chunk_start=starts.int(),
-            row_start=row_start.int(),
-            chunk_size=size,
-            width=width,
+        return plan_chunks(
+            query,
+            key,
+            padding_of(mask),
+            query_offset=query_offset,
+            chunk_size=self.bucket_size,
+            num_hashes=self.num_hashes,
+            look_back=self.look_back,
+            look_ahead=self.look_ahead,
+            shared=self.shared_qk,
+            seed=int(draw_seed()) if self.seed is None else self.seed,
         )
-
-    def _rotations(self, head_dim: int, key_len: int, device: torch.device) -> list[Tensor]:
-        """The factors of the hash, each ``[rounds, head_dim, buckets / 2]``; the buckets are their product."""
-        wanted = max(2, 2 * round(key_len / (2 * self.bucket_size)))
-        factors = [wanted]
-        if wanted > _MOST_BUCKETS:
-            first = 2 * max(1, round(wanted**0.5 / 2))
-            factors = [first, 2 * max(1, round(wanted / first / 2))]
-        generator = torch.Generator().manual_seed(int(draw_seed()) if self.seed is None else self.seed)
-        return [
-            torch.randn(self.num_hashes, head_dim, factor // 2, generator=generator).to(device) for factor in factors
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,30 +164,6 @@ class _Found(Mask):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.plan.key_rank, self.plan.row_start)
-
-
-def _hash(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
-    """The bucket of each vector in each round, ``[rounds, batch, heads, n]``: the nearest of +-R's columns."""
-    num_hashes = rotations[0].shape[0]
-    buckets = torch.zeros(num_hashes, *vectors.shape[:3], dtype=torch.int64, device=vectors.device)
-    for batch in range(vectors.shape[0]):
-        for head in range(vectors.shape[1]):
-            x = vectors[batch, head].float()
-            for rotation in rotations:
-                projected = x @ rotation
-                high, high_at = projected.max(dim=-1)
-                low, low_at = projected.min(dim=-1)
-                half = rotation.shape[2]
-                bucket = torch.where(high >= -low, high_at, low_at + half)
-                buckets[:, batch, head].mul_(2 * half).add_(bucket)
-    return buckets
-
-
-def _num_buckets(rotations: list[Tensor]) -> int:
-    product = 1
-    for rotation in rotations:
-        product *= 2 * rotation.shape[2]
-    return product
 
 
 def _fall_back_to_self(

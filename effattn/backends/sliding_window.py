@@ -63,8 +63,8 @@ class SlidingWindow(Backend):
 
     def pattern(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> Mask:
         band: Mask = Window(self.left, self.right, self.dilation)
-        is_global = self._is_global(key)
-        return mask & (band if is_global is None else band | Global(is_global))
+        tokens = self._tokens(key)
+        return mask & (band | Global(_marks(tokens, key.shape[2], key.device)) if tokens else band)
 
     def attend(
         self,
@@ -80,7 +80,7 @@ class SlidingWindow(Backend):
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         seed = draw_seed() if dropout_p else None
-        is_global = self._is_global(key)
+        tokens = self._tokens(key)
         if bias is not None:
             bias = bias.expand(*query.shape[:3], key.shape[2])
 
@@ -98,28 +98,27 @@ class SlidingWindow(Backend):
                     dropout_p,
                     seed,
                     # Parts to be joined keep their precision until they are.
-                    wide_output=is_global is not None,
+                    wide_output=bool(tokens),
                 ),
                 bias=None if bias is None else _take(_take(bias, 2, rows), 3, keys),
                 need_lse=need_lse,
             )
 
         band = mask & Window(self.left, self.right, self.dilation)
-        if is_global is None:
+        if not tokens:
             output, lse = self._band(part, band, query, value.shape[3], query_offset, return_lse)
             return output.to(query.dtype), lse if return_lse else None
 
         # Each pair once: the band without the global keys, the global keys, then the rows of global queries whole.
-        band = band & Padding(~is_global)
-        keys = _positions(is_global)
+        band = band & Padding(~_marks(tokens, key.shape[2], key.device))
         local = self._band(part, band, query, value.shape[3], query_offset, True)
-        output, lse = merge([local, part(mask, None, keys, True)])
-        rows = keys - query_offset
-        rows = torch.where((keys >= 0) & (rows >= 0) & (rows < query.shape[2]), rows, -1)
-        if bool((rows >= 0).any()):
-            global_output, global_lse = part(mask, rows, None, True)
-            output = _put_rows(output, rows, global_output)
-            lse = _put_rows(lse[..., None], rows, global_lse[..., None])[..., 0]
+        output, lse = merge([local, part(mask, None, _index(tokens, key.device), True)])
+        rows = [tuple(t - query_offset for t in row if 0 <= t - query_offset < query.shape[2]) for row in tokens]
+        if any(rows):
+            index = _index(rows, query.device)
+            global_output, global_lse = part(mask, index, None, True)
+            output = _put_rows(output, index, global_output)
+            lse = _put_rows(lse[..., None], index, global_lse[..., None])[..., 0]
         return output.to(query.dtype), lse if return_lse else None
 
     def _band(
@@ -137,29 +136,31 @@ class SlidingWindow(Backend):
             output[:, :, rows], lse[:, :, rows] = part(band, rows, keys, True)
         return output, lse
 
-    def _is_global(self, key: Tensor) -> Tensor | None:
-        """The global tokens as bool ``[batch or 1, key_len]``, or None where there are none."""
+    def _tokens(self, key: Tensor) -> list[tuple[int, ...]]:
+        """The global tokens within the sequence, a tuple for all batch rows or for each; empty: there are none."""
         batch_size, key_len = key.shape[0], key.shape[2]
         tokens: Any = self.global_tokens
         per_row = bool(tokens) and isinstance(tokens[0], tuple)
         if per_row and len(tokens) != batch_size:
             raise ValueError(
-                f"{self.name}: global_tokens must have one tuple for each of {batch_size} rows, got {len(tokens)}"
+                f"{self.name}: global_tokens must have one tuple for each of {batch_size} batch rows, got {len(tokens)}"
             )
-        rows = [[t for t in row if t < key_len] for row in (tokens if per_row else [tokens])]
-        if not any(rows):
-            return None
-        is_global = torch.zeros(len(rows), key_len, dtype=torch.bool)
-        for index, row in enumerate(rows):
-            is_global[index, row] = True
-        return is_global.to(key.device)
+        within = [tuple(t for t in row if t < key_len) for row in (tokens if per_row else [tokens])]
+        return within if any(within) else []
 
 
-def _positions(marks: Tensor) -> Tensor:
-    """Where each row of a bool ``[batch, n]`` is True, ``[batch, most]``, filled up with -1."""
-    most = int(marks.sum(1).max())
-    order = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-    return torch.where(marks.gather(1, order), order, -1)
+def _marks(tokens: list[tuple[int, ...]], key_len: int, device: torch.device) -> Tensor:
+    """Positions as bool ``[batch or 1, key_len]``."""
+    marks = torch.zeros(len(tokens), key_len, dtype=torch.bool)
+    for index, row in enumerate(tokens):
+        marks[index, list(row)] = True
+    return marks.to(device)
+
+
+def _index(tokens: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Positions as an index ``[batch or 1, most]``, filled up with -1."""
+    most = max(len(row) for row in tokens)
+    return torch.tensor([row + (-1,) * (most - len(row)) for row in tokens], device=device)
 
 
 def _take(tensor: Tensor, dim: int, selection: Selection) -> Tensor:

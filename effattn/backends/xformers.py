@@ -61,7 +61,7 @@ class Xformers(Backend):
         elif self._interpreted():  # at 128, xformers asks for the GPU's generation
             dtypes, max_head_dim = (torch.float16,), 64
         return Capabilities(
-            masks=frozenset({Causal, Window, Padding, Documents}) if self.op == "flash" else ALL_MASKS,
+            masks=(Causal, Window, Padding, Documents) if self.op == "flash" else ALL_MASKS,
             bias=self.op != "flash",
             bias_grad=self.op in ("auto", "cutlass"),
             dtypes=dtypes,
