@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .backend import Backend, Request, get
-from .masks import Dense, Everything, Mask, hide_padding
+from .masks import Dense, Everything, Mask, calm_padded_rows, hide_padding
 
 __all__ = ["attention", "pattern"]
 
@@ -74,9 +74,10 @@ def attention(
     )
     lse: Tensor | None
     if 0 in (batch_size, num_heads, query_len, key_len):
-        output, lse = _nothing(query, key, value)
+        output, lse = _nothing(query, key, value, bias)
     else:
         key, value = hide_padding(mask, key, value)
+        query = calm_padded_rows(mask, query, offset)
         with torch.autocast(query.device.type, enabled=False):
             output, lse = chosen.attend(
                 query,
@@ -118,7 +119,8 @@ def pattern(
     offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
     _check_mask(mask, query, key.shape[2], offset)
     (key,) = hide_padding(mask, key)
-    return chosen.pattern(query, key, mask=mask, query_offset=offset)
+    with torch.autocast(query.device.type, enabled=False):
+        return chosen.pattern(query, key, mask=mask, query_offset=offset)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -218,10 +220,13 @@ def _check_mask(mask: Mask, query: Tensor, key_len: int, query_offset: int) -> N
             raise ValueError(f"mask: must be on the queries' device {query.device}, got {tensor.device} in {mask!r}")
 
 
-def _nothing(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The result where a length is 0: zeros and -inf, still a function of the inputs, with zero gradients."""
     everything = torch.ones((), dtype=torch.bool, device=query.device)
-    zero = (query.sum() + key.sum() + value.sum()).masked_fill(everything, 0.0)
+    total = query.sum() + key.sum() + value.sum()
+    if bias is not None:
+        total = total + bias.sum().to(total.dtype)
+    zero = total.masked_fill(everything, 0.0)
     output = zero.expand(*query.shape[:3], value.shape[3]).clone()
     dtype = torch.promote_types(query.dtype, torch.float32)
     return output, output.new_full(query.shape[:3], -math.inf, dtype=dtype)

@@ -318,10 +318,14 @@ def get(spec: str | Backend, **fields: Any) -> Backend:
     """A backend from its name or a spec string such as ``"lsh(num_hashes=8)"``; ``fields`` override.
 
     Raises ``ValueError`` for a name that is not registered (and suggests the nearest), a field that the backend
-    does not have, or a value out of range.
+    does not have, or a value out of range. Within ``torch.compile``, pass a ``Backend``, or a spec string that was
+    used before: parsing one cannot be traced.
     """
     if isinstance(spec, Backend):
-        return dataclasses.replace(spec, **fields) if fields else spec  # type: ignore[type-var]
+        if not fields:
+            return spec
+        _check_fields(type(spec), fields)
+        return dataclasses.replace(spec, **fields)  # type: ignore[type-var]
     if not isinstance(spec, str):
         raise ValueError(f"backend: must be a spec string or a Backend, got {type(spec).__name__}")
     if not fields and spec in _parsed:  # no more than a lookup, so that torch.compile can follow it
@@ -335,13 +339,8 @@ def get(spec: str | Backend, **fields: Any) -> Backend:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"backend: unknown name {name!r}; {hint}registered are {', '.join(names())}")
     cls = _registry[name]
-    allowed = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     given = {**parsed, **fields}
-    for field in given:
-        if field not in allowed:
-            near = difflib.get_close_matches(field, allowed, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"{name}: unknown field {field!r}; {hint}it has {', '.join(allowed) or 'none'}")
+    _check_fields(cls, given)
     backend = cls(**given)
     if not fields:
         _parsed[spec] = backend
@@ -372,7 +371,10 @@ def describe(device: str | None = None) -> Overview:
     rows = []
     for name in names():
         backend = get(name)
-        reasons = backend.reasons(Request(1, 1, 1, 1, 1, 8, 8, dtype=torch.float32, device=device))
+        if device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+            reasons = ["this machine has no CUDA device"]
+        else:
+            reasons = backend.reasons(Request(1, 1, 1, 1, 1, 8, 8, dtype=torch.float32, device=device))
         summary = (type(backend).__doc__ or "").strip().split("\n")[0].rstrip(".")
         fields = ", ".join(f"{f.name}={f.default!r}" for f in dataclasses.fields(backend))  # type: ignore[arg-type]
         rows.append(
@@ -404,6 +406,15 @@ def _discover() -> None:
                 _missing[point.name] = str(error)
 
 
+def _check_fields(cls: type[Backend], given: Collection[str]) -> None:
+    allowed = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for field in given:
+        if field not in allowed:
+            near = difflib.get_close_matches(field, allowed, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{cls.name}: unknown field {field!r}; {hint}it has {', '.join(allowed) or 'none'}")
+
+
 def _parse(spec: str) -> tuple[str, dict[str, Any]]:
     form = "backend: a spec looks like 'lsh' or 'lsh(num_hashes=8, bucket_size=64)'"
     try:
@@ -414,13 +425,15 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
         return tree.id, {}
     if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)) or tree.args:
         raise ValueError(f"{form}, got {spec!r}")
-    fields = {}
+    fields: dict[str, Any] = {}
     for keyword in tree.keywords:
         if keyword.arg is None:
             raise ValueError(f"{form}, got {spec!r}")
+        if keyword.arg in fields:
+            raise ValueError(f"{tree.func.id}: {keyword.arg} must be given once, got {spec!r}")
         try:
             fields[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
+        except (ValueError, TypeError):
             raise ValueError(
                 f"{tree.func.id}: {keyword.arg} must be a literal such as 8, 'auto' or None, "
                 f"got {ast.unparse(keyword.value)!r}"

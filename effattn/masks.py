@@ -39,6 +39,7 @@ __all__ = [
     "Taken",
     "Window",
     "band_of",
+    "calm_padded_rows",
     "evaluate",
     "hide_padding",
     "pack",
@@ -344,6 +345,8 @@ class Global(_HoldsTensor):
                     f"got {self.tokens.dtype}{list(self.tokens.shape)}"
                 )
             return
+        if not isinstance(self.tokens, tuple | list):
+            raise ValueError(f"global: tokens must be a tuple of positions or a bool tensor, got {self.tokens!r}")
         tokens = tuple(self.tokens)
         for token in tokens:
             if not (_is_int(token) and token >= 0):
@@ -367,6 +370,8 @@ class Global(_HoldsTensor):
         position = row + query_offset
         if isinstance(self.tokens, Tensor):
             key_len = self.tokens.shape[1]
+            if key_len == 0:
+                return torch.zeros_like(position + key, dtype=torch.bool)
             batch = _broadcast_index(batch, self.tokens.shape[0])
             inside = (position >= 0) & (position < key_len)
             return self.tokens[batch, key] | (self.tokens[batch, position.clamp(0, key_len - 1)] & inside)
@@ -598,13 +603,19 @@ def band_of(mask: Mask) -> tuple[Window, Mask]:
 
 
 def padding_of(mask: Mask) -> Tensor | None:
-    """The keys ``[batch or 1, key_len]`` that a padding conjunct keeps, or None where nothing is padded.
+    """The keys ``[batch or 1, key_len or 1]`` that padding keeps, or None where nothing is padded.
 
     A dense mask that is the same for every head and row hides keys as padding does, and counts as such.
     """
-    kept = [m.keep for m in conjuncts(mask) if isinstance(m, Padding)]
-    kept += [m.allowed[:, 0, 0] for m in conjuncts(mask) if isinstance(m, Dense) and m.allowed.shape[1:3] == (1, 1)]
-    return reduce(torch.logical_and, kept) if kept else None
+    if isinstance(mask, Padding):
+        return mask.keep
+    if isinstance(mask, Dense):
+        return mask.allowed[:, 0, 0] if mask.allowed.shape[1:3] == (1, 1) else None
+    kept = [padding_of(part) for part in mask.parts] if isinstance(mask, And | Or) else []
+    known = [keep for keep in kept if keep is not None]
+    if isinstance(mask, Or):  # hidden is what every side hides
+        return reduce(torch.logical_or, known) if len(known) == len(kept) else None
+    return reduce(torch.logical_and, known) if known else None
 
 
 def hide_padding(mask: Mask, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -617,6 +628,21 @@ def hide_padding(mask: Mask, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     hidden = ~keep[:, None, :, None]
     return tuple(tensor.masked_fill(hidden, 0.0) for tensor in tensors)
+
+
+def calm_padded_rows(mask: Mask, query: Tensor, query_offset: int) -> Tensor:
+    """``query`` with 0 for what is not finite in rows whose own position is padding.
+
+    Such rows are computed like any other, and nobody looks at them; but the gradient of a key that they see is
+    their weight's, 0, times the query, and 0 x NaN is NaN.
+    """
+    keep = padding_of(mask)
+    if keep is None:
+        return query
+    key_len = keep.shape[1]
+    positions = torch.arange(query.shape[2], device=query.device) + query_offset
+    padded = ~keep[:, positions.clamp(0, key_len - 1)] & (positions >= 0) & (positions < key_len)
+    return query.masked_fill(padded[:, None, :, None] & ~query.isfinite(), 0.0)
 
 
 def _join(kind: Any, left: Mask, right: Mask, neutral: type[Mask] | None = None) -> Mask:
@@ -651,7 +677,7 @@ def _shift(rows: Range, query_offset: int) -> Range:
 
 
 def _broadcast_index(index: Tensor, size: int) -> Tensor:
-    return index if size > 1 else torch.zeros_like(index)
+    return index if size > 1 else index.new_zeros(())
 
 
 def _is_one_of(position: Tensor, tokens: tuple[int, ...]) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .dropout import keep_scale
 from .masks import Everything, Mask, evaluate, hide_padding
 
-__all__ = ["Rows", "attention", "gradients", "score_rows"]
+__all__ = ["Rows", "attention", "gradients", "grid", "score_rows"]
 
 # A bias may also be a function of (batch, head, row, key) index tensors, so that it need not exist as a whole.
 BiasFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -58,6 +58,9 @@ def attention(
     ``effattn.dropout`` under ``dropout_seed``. Memory: a block of rows x ``key_len``, twice.
     """
     mask = Everything() if mask is None else mask
+    offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
+    batch_size, num_heads, query_len, _ = query.shape
+    mask.validate(batch_size, num_heads, query_len, key.shape[2], offset)
     key, value = hide_padding(mask, key, value)
     value = _per_query_head(value, query.shape[1]).to(dtype)
     outputs, lses = [], []
@@ -66,7 +69,7 @@ def attention(
     ):
         weights = block.weights
         if dropout_p:
-            weights = weights * keep_scale(dropout_p, dropout_seed, *_grid(query, key, block.index))
+            weights = weights * keep_scale(dropout_p, dropout_seed, *grid(query, key, block.index))
         outputs.append(weights @ value)
         lses.append(block.lse)
     if not outputs:
@@ -109,7 +112,7 @@ def score_rows(
         if isinstance(bias, Tensor):
             scores = scores + bias[:, :, index].to(dtype)
         elif bias is not None:
-            scores = scores + bias(*_grid(query, key, index)).to(dtype)
+            scores = scores + bias(*grid(query, key, index)).to(dtype)
         allowed = evaluate(mask, batches, heads, index, keys, offset)
         scores = scores.masked_fill(~allowed, float("-inf"))
         # A row that sees nothing would give 0/0, in the result and, hidden from it, in the gradients.
@@ -154,12 +157,8 @@ def _per_query_head(tensor: Tensor, num_heads: int) -> Tensor:
     return repeat(tensor, "b h_kv s d -> b (h_kv group) s d", group=num_heads // max(tensor.shape[1], 1))
 
 
-def _grid(query: Tensor, key: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch_size, num_heads = query.shape[:2]
-    device = query.device
-    return (
-        rearrange(torch.arange(batch_size, device=device), "b -> b 1 1 1"),
-        rearrange(torch.arange(num_heads, device=device), "h -> h 1 1"),
-        rearrange(rows, "r -> r 1"),
-        torch.arange(key.shape[2], device=device),
-    )
+def grid(query: Tensor, key: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Batch, head, row and key indices that broadcast to the scores of ``rows`` (None: all)."""
+    batch, head, row, index = (torch.arange(n, device=query.device) for n in (*query.shape[:3], key.shape[2]))
+    row = row if rows is None else rows
+    return rearrange(batch, "b -> b 1 1 1"), rearrange(head, "h -> h 1 1"), rearrange(row, "r -> r 1"), index

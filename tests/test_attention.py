@@ -185,6 +185,28 @@ def test_a_pattern_checks_its_arguments():
         effattn.pattern(QUERY, KEY, backend="full", mask=Padding(torch.ones(1, 9).bool()))
 
 
+# What padding hides
+
+
+@pytest.mark.parametrize("spec", [*BACKENDS, "sliding_window(left=1, right=1, global_tokens=(0, 3))"])
+@pytest.mark.parametrize("filling", [1e9, math.nan, math.inf])
+def test_what_padding_hides_has_no_influence(spec, filling):
+    """Not a bit of the result or the gradients changes, whatever stands there; its own gradient is 0."""
+    keep = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0]]).bool()
+    hidden = ~keep[:, None, :, None]
+
+    def compute(filling: float, mask: effattn.Mask) -> tuple[Tensor, ...]:
+        key, value = (t.masked_fill(hidden, filling).requires_grad_() for t in (KEY, VALUE))
+        query = QUERY.clone().requires_grad_()
+        output = attention(query, key, value, backend=spec, mask=mask)
+        return output, *torch.autograd.grad(output.square().sum(), (query, key, value))
+
+    for mask in (Padding(keep), Padding(keep) & Causal(), Dense(keep[:, None, None])):
+        filled = compute(filling, mask)
+        assert all(map(torch.equal, filled, compute(0.0, mask)))
+        assert not any(grad.masked_select(hidden).any() for grad in filled[2:])
+
+
 # What does not fit
 
 

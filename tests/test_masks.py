@@ -237,7 +237,7 @@ def test_a_taken_mask_knows_its_place_in_the_whole():
     taken = Taken(Causal(), slice(1, None, 4), torch.tensor([[7, -1]]))
     rows, keys = taken.place(batch, row, key)
     assert rows[:, 0].tolist() == [1, 5, 9]
-    assert keys[0].tolist() == [7, -1]
+    assert keys.flatten().tolist() == [7, -1]
     assert Causal().place(batch, row, key) == (row, key)
 
 
@@ -290,9 +290,9 @@ def test_masks_join_with_masks_only():
 
 def test_kinds_name_what_a_backend_has_to_understand():
     padding = Padding(torch.ones(1, 4, dtype=torch.bool))
-    assert Everything().kinds() == frozenset()
-    assert (Causal() & padding).kinds() == {Causal, Padding}
-    assert (Causal() & (padding | Window(1, 1))).kinds() == {Causal, Or, Padding, Window}
+    assert Everything().kinds() == ()
+    assert set((Causal() & padding).kinds()) == {Causal, Padding}
+    assert set((Causal() & (padding | Window(1, 1))).kinds()) == {Causal, Or, Padding, Window}
 
 
 def test_tensors_of_the_whole_tree():

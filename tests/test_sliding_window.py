@@ -154,7 +154,7 @@ def test_a_bias_reaches_band_and_global_tokens_alike():
 def test_one_tuple_of_global_tokens_for_each_batch_row():
     backend = get("sliding_window(global_tokens=((0,), (1,), (2,)))")
     for call in (lambda: attention(*inputs(), backend=backend), lambda: pattern(*inputs()[:2], backend=backend)):
-        with pytest.raises(ValueError, match="global_tokens must have one tuple for each of 2 rows, got 3"):
+        with pytest.raises(ValueError, match="global_tokens must have one tuple for each of 2 batch rows, got 3"):
             call()
 
 

@@ -92,7 +92,7 @@ class LSH(Backend):
         plan, group = self._plan(query, key, mask, query_offset), query.shape[1] // key.shape[1]
 
         def log_count(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            rounds = [plan.meets(i, batch, head, head // group, row, key).float() for i in range(plan.num_rounds)]
+            rounds = [plan.meets(i, batch, head, head // group, row, key).double() for i in range(plan.num_rounds)]
             count = torch.stack(rounds).sum(0).clamp(min=1)
             if self.shared_qk:  # a token falls back to itself outside of all rounds
                 count = torch.where(key == row + query_offset, 1.0, count)

@@ -64,7 +64,18 @@ class SDPA(Backend):
         query, key, value = (
             torch.empty(request.batch_size, *shape, dtype=request.dtype, device=request.device) for shape in shapes
         )
-        chosen = torch._fused_sdp_choice(query, key, value, enable_gqa=request.num_heads != request.num_kv_heads)
+        bias = None
+        if request.bias:
+            bias = torch.empty(1, 1, dtype=request.dtype, device=request.device, requires_grad=request.bias_grad)
+            bias = bias.expand(request.query_len, request.key_len)
+        chosen = torch._fused_sdp_choice(
+            query,
+            key,
+            value,
+            attn_mask=bias,
+            dropout_p=request.dropout_p,
+            enable_gqa=request.num_heads != request.num_kv_heads,
+        )
         return {backend.value: name for name, backend in _KERNELS.items()}.get(chosen, "math")
 
     def attend(
@@ -83,6 +94,8 @@ class SDPA(Backend):
         is_causal, additive, empty = _translate(query, key.shape[2], mask, bias, query_offset)
         # PyTorch's fused kernels want the last dimension dense, and would silently leave the work to math.
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        if scale <= 0:  # its CPU kernel masks before it scales: -inf would turn
+            query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
         try:
             with sdpa_kernel(_KERNELS[self.kernel]) if self.kernel != "auto" else nullcontext():
                 output = F.scaled_dot_product_attention(

@@ -82,7 +82,7 @@ class SlidingWindow(Backend):
         seed = draw_seed() if dropout_p else None
         tokens = self._tokens(key)
         if bias is not None:
-            bias = bias.expand(*query.shape[:3], key.shape[2])
+            bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
         def part(inner: Mask, rows: Selection, keys: Selection, need_lse: bool) -> tuple[Tensor, Tensor]:
             """Attention of some rows over some keys, under the mask as the whole problem states it."""
@@ -141,7 +141,7 @@ class SlidingWindow(Backend):
         batch_size, key_len = key.shape[0], key.shape[2]
         tokens: Any = self.global_tokens
         per_row = bool(tokens) and isinstance(tokens[0], tuple)
-        if per_row and len(tokens) != batch_size:
+        if per_row and len(tokens) not in (1, batch_size):
             raise ValueError(
                 f"{self.name}: global_tokens must have one tuple for each of {batch_size} batch rows, got {len(tokens)}"
             )
@@ -164,8 +164,11 @@ def _index(tokens: list[tuple[int, ...]], device: torch.device) -> Tensor:
 
 
 def _take(tensor: Tensor, dim: int, selection: Selection) -> Tensor:
-    """A selection along ``dim`` of ``[batch, heads, ...]``; -1 takes anything, a ``Taken`` mask hides it."""
-    if selection is None:
+    """A selection along ``dim`` of ``[batch, heads, ...]``; -1 takes anything, a ``Taken`` mask hides it.
+
+    A dimension of 1 is left to broadcast.
+    """
+    if selection is None or tensor.shape[dim] == 1:
         return tensor
     if isinstance(selection, slice):
         return tensor[(slice(None),) * dim + (selection,)]

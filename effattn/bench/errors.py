@@ -72,11 +72,12 @@ def output_errors(
     *,
     mask: Mask,
     pattern: Mask,
+    weights: reference.BiasFunction | None = None,
     scale: float,
     rows: Int[Tensor, " rows"],
 ) -> dict[str, float]:
     """The error fields of a record for a backend's ``output`` under ``mask``, where it attends to
-    ``pattern``.
+    ``pattern`` and adds ``weights`` (``Backend.reference_bias``) to its scores.
 
     ``recall`` is the share of full attention's weight that the pattern keeps, the mean over rows.
     ``oracle_rel_l2`` is the approximation error of keeping in each row the keys with the largest weights,
@@ -91,8 +92,8 @@ def output_errors(
         broken = int((~ours.isfinite()).sum())
         raise ArithmeticError(f"{broken} of {ours.numel()} sampled values of the output are NaN or infinite")
     (value,) = hide_padding(mask, value.double())
-    exact = pattern is mask
-    blocks = list(_blocks(query, key, value, mask=mask, pattern=pattern, scale=scale, rows=rows))
+    exact = pattern is mask and weights is None
+    blocks = list(_blocks(query, key, value, mask=mask, pattern=pattern, weights=weights, scale=scale, rows=rows))
     full = torch.cat([block.full for block in blocks], dim=2)
     kept = full if exact else torch.cat([block.kept for block in blocks], dim=2)
     oracle = full if exact else torch.cat([block.oracle for block in blocks], dim=2)
@@ -117,6 +118,7 @@ def gradient_errors(
     *,
     mask: Mask,
     pattern: Mask,
+    weights: reference.BiasFunction | None = None,
     scale: float,
 ) -> dict[str, float]:
     """The three errors of the gradients of query, key and value, taken together; time O(query_len x key_len).
@@ -130,8 +132,8 @@ def gradient_errors(
         raise ArithmeticError(f"{broken} of {ours.numel()} values of the gradients are NaN or infinite")
     full = _flat(reference.gradients(query, key, value, grad_output, mask=mask, scale=scale))
     kept = full
-    if pattern is not mask:
-        kept = _flat(reference.gradients(query, key, value, grad_output, mask=pattern, scale=scale))
+    if pattern is not mask or weights is not None:
+        kept = _flat(reference.gradients(query, key, value, grad_output, mask=pattern, bias=weights, scale=scale))
     return {
         "grad_implementation_rel_l2": rel_l2(ours, kept),
         "grad_approximation_rel_l2": rel_l2(kept, full),
@@ -156,24 +158,31 @@ class _Block:
 
 
 def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, pattern: Mask, scale: float, rows: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask,
+    pattern: Mask,
+    weights: reference.BiasFunction | None,
+    scale: float,
+    rows: Tensor,
 ) -> Iterator[_Block]:
     of_mask = reference.score_rows(query, key, mask=mask, scale=scale, rows=rows)
-    if pattern is mask:
+    if pattern is mask and weights is None:
         for block in of_mask:
             output = _weigh(block.weights, value)
             yield _Block(output, output, output, output.new_ones(1))
         return
-    of_pattern = reference.score_rows(query, key, mask=pattern, scale=scale, rows=rows)
+    of_pattern = reference.score_rows(query, key, mask=pattern, bias=weights, scale=scale, rows=rows)
     for full, kept in zip(of_mask, of_pattern, strict=True):
-        weights = full.weights
-        attended = (kept.allowed & full.allowed).expand_as(weights)
-        sees = full.allowed.any(-1).expand(weights.shape[:3])
+        attended = (kept.allowed & full.allowed).expand_as(full.weights)
+        sees = full.allowed.any(-1).expand(full.weights.shape[:3])
         yield _Block(
-            full=_weigh(weights, value),
+            full=_weigh(full.weights, value),
             kept=_weigh(kept.weights, value),
-            oracle=_weigh(_largest(weights, attended.sum(-1)), value),
-            recalls=(weights * attended).sum(-1)[sees],
+            oracle=_weigh(_largest(full.weights, attended.sum(-1)), value),
+            recalls=(full.weights * attended).sum(-1)[sees],
         )
 
 

@@ -19,6 +19,7 @@ from effattn.bench.capture import captured_info
 from effattn.bench.inputs import Inputs, make_inputs
 from effattn.bench.study import Cell, parse_mask
 from effattn.masks import Mask
+from effattn.reference import BiasFunction
 
 
 def refusals(cell: Cell) -> list[str]:
@@ -111,6 +112,12 @@ class _Task:
         torch.manual_seed(self.cell.seed)
         return effattn.pattern(self.query, self.key, backend=self.backend, mask=self.mask)
 
+    def weights(self) -> BiasFunction | None:
+        """What the backend adds to the scores of its pattern."""
+        torch.manual_seed(self.cell.seed)
+        offset = self.key.shape[2] - self.query.shape[2]
+        return self.backend.reference_bias(self.query, self.key, mask=self.mask, query_offset=offset)
+
     def _forward(self, _: None = None) -> Tensor:
         # A backend that draws without a seed of its own draws the same each time, here and for its pattern.
         torch.manual_seed(self.cell.seed)
@@ -158,8 +165,13 @@ def _errors(task: _Task, pattern: Mask, first: Any) -> dict[str, Any]:
     cell, rows = task.cell, _rows(task)
     output, *grads = first if task.trains else (first,)
     tensors = (task.query.detach(), task.key.detach(), task.value.detach())
-    setting: Mapping[str, Any] = {"mask": task.mask, "pattern": pattern, "scale": task.inputs.scale}
     with torch.no_grad():
+        setting: Mapping[str, Any] = {
+            "mask": task.mask,
+            "pattern": pattern,
+            "weights": task.weights(),
+            "scale": task.inputs.scale,
+        }
         found: dict[str, Any] = {"error_rows": len(rows)}
         found |= errors.output_errors(output, *tensors, rows=rows, **setting)
     if task.trains and cell.seq_len <= cell.grad_error_max_len:

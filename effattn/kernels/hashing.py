@@ -15,6 +15,7 @@ from .sorted_chunks import ChunkPlan
 
 __all__ = ["plan_chunks"]
 
+_PROJECTED = 2**19  # numbers projected at a time
 _MOST_BUCKETS = 128  # in one rotation; more are made of two, as Reformer's code does, so that hashing stays O(n sqrt n)
 
 
@@ -120,21 +121,29 @@ def _rotations(
         first = 2 * max(1, round(wanted**0.5 / 2))
         factors = [first, 2 * max(1, round(wanted / first / 2))]
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(num_hashes, head_dim, n // 2, generator=generator).to(device) for n in factors]
+    return [
+        torch.randn(num_hashes, head_dim, n // 2, generator=generator, dtype=torch.float32).to(device) for n in factors
+    ]
 
 
 def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
     """The bucket of each vector in each round, ``[rounds, batch, heads, n]``."""
     num_hashes = rotations[0].shape[0]
     buckets = torch.zeros(num_hashes, *vectors.shape[:3], dtype=torch.int64, device=vectors.device)
+    widest = max(rotation.shape[2] for rotation in rotations)
+    rows_at_once = max(1, _PROJECTED // (num_hashes * widest))
     for batch in range(vectors.shape[0]):
-        for head in range(vectors.shape[1]):  # one at a time: the projections are larger than the vectors
-            x = vectors[batch, head].float()
-            for rotation in rotations:
-                projected = x @ rotation
-                high, high_at = projected.max(dim=-1)
-                low, low_at = projected.min(dim=-1)
-                half = rotation.shape[2]
-                nearest = torch.where(high >= -low, high_at, low_at + half)
-                buckets[:, batch, head].mul_(2 * half).add_(nearest)
+        for head in range(vectors.shape[1]):
+            # A block at a time: the projections are larger than the vectors.
+            for x, found in zip(
+                vectors[batch, head].split(rows_at_once),
+                buckets[:, batch, head].split(rows_at_once, dim=1),
+                strict=True,
+            ):
+                for rotation in rotations:
+                    projected = x.float() @ rotation
+                    high, high_at = projected.max(dim=-1)
+                    low, low_at = projected.min(dim=-1)
+                    half = rotation.shape[2]
+                    found.mul_(2 * half).add_(torch.where(high >= -low, high_at, low_at + half))
     return buckets

@@ -168,7 +168,8 @@ def _sorted_chunks_backward(
     whole = _unpack_plan(plan, chunk_size, width)
     masked = unpack(mask, mask_tensors)
     chunks = Chunks(whole, masked, scale, query_offset, exclude_self, once, dropout_p, dropout_seed)
-    return _backward(query, key, value, output, lse, grad_output, grad_lse, chunks)
+    with torch.autocast(query.device.type, enabled=False):  # a backward pass may be called inside one
+        return _backward(query, key, value, output, lse, grad_output, grad_lse, chunks)
 
 
 @_sorted_chunks_backward.register_fake

@@ -130,7 +130,8 @@ def _tiles_backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     problem = Problem(unpack(mask, mask_tensors), scale, query_offset, dropout_p, dropout_seed, query_tile, key_tile)
-    return _backward(query, key, value, bias, output, lse, grad_output, grad_lse, problem, need_bias)
+    with torch.autocast(query.device.type, enabled=False):  # a backward pass may be called inside one
+        return _backward(query, key, value, bias, output, lse, grad_output, grad_lse, problem, need_bias)
 
 
 @_tiles_backward.register_fake

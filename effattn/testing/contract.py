@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from effattn import reference
 from effattn.attention import attention
 from effattn.attention import pattern as pattern_of
 from effattn.backend import Backend, UnsupportedError, get
@@ -53,6 +54,10 @@ class Case:
         return self.name
 
 
+# What faulty code raises; anything else is not the backend's fault.
+_FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
 def check_backend(spec: str | Backend, device: str = "cpu") -> dict[str, str]:
     """Run the whole contract: for each case "holds", "refused" or how it is broken."""
     report = {}
@@ -61,6 +66,8 @@ def check_backend(spec: str | Backend, device: str = "cpu") -> dict[str, str]:
             report[case.name] = case.check().value
         except AssertionError as error:
             report[case.name] = f"broken: {error}"
+        except _FAULTS as error:
+            report[case.name] = f"broken: raised {type(error).__name__}: {error}"
     return report
 
 
@@ -543,6 +550,5 @@ def _effective(backend: Backend, query: Tensor, key: Tensor) -> Tensor:
     weights = backend.reference_bias(query, key, mask=Causal(), query_offset=offset)
     additive = torch.zeros(sizes, device=query.device)
     if weights is not None:
-        b, h, i, j = (torch.arange(n, device=query.device) for n in sizes)
-        additive = additive + weights(b[:, None, None, None], h[:, None, None], i[:, None], j)
+        additive = additive + weights(*reference.grid(query, key))
     return additive.masked_fill(~allowed, -torch.inf)

@@ -56,7 +56,7 @@ class Example:
         generator = self.generator()
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(shape, generator=generator)
 
         query = draw(self.batch_size, self.num_heads, self.query_len, self.head_dim) * self.magnitude
         if (self.num_heads, self.query_len) == (self.num_kv_heads, self.key_len):
@@ -122,7 +122,7 @@ def assert_close_to_reference(backend: Backend, example: Example) -> None:
     with torch.no_grad():
         pattern = pattern_of(query, key, backend=backend, mask=mask, query_offset=example.query_offset)
     truth = _reference(backend, example, pattern, torch.float64)
-    yardstick = _yardstick(example, pattern, bool(got.lse is not None))
+    yardstick = _yardstick(backend, example, pattern)
     _assert_within("output", got.output, truth.output, yardstick.output, example)
     if got.lse is not None:
         assert truth.lse is not None
@@ -155,8 +155,7 @@ def _gradients(example: Example, output: Tensor, lse: Tensor | None, inputs: lis
 
 def _reference(backend: Backend, example: Example, pattern: Mask, dtype: torch.dtype) -> Result:
     query, key, value, bias = example.inputs()
-    offset = example.key_len - example.query_len if example.query_offset is None else example.query_offset
-    weights = backend.reference_bias(query, key, mask=example.mask(example) or Everything(), query_offset=offset)
+    weights = _weights(backend, example)
     assert bias is None or weights is None, "an example with a bias for a backend that weighs its pattern"
     output, lse = reference.attention(
         query,
@@ -174,7 +173,13 @@ def _reference(backend: Backend, example: Example, pattern: Mask, dtype: torch.d
     )
 
 
-def _yardstick(example: Example, pattern: Mask, with_lse: bool) -> Result:
+def _weights(backend: Backend, example: Example) -> reference.BiasFunction | None:
+    query, key, _, _ = example.inputs()
+    offset = example.key_len - example.query_len if example.query_offset is None else example.query_offset
+    return backend.reference_bias(query, key, mask=example.mask(example) or Everything(), query_offset=offset)
+
+
+def _yardstick(backend: Backend, example: Example, pattern: Mask) -> Result:
     """``F.scaled_dot_product_attention`` under the same pattern, in the example's dtype."""
     query, key, value, bias = example.inputs()
     allowed = pattern.dense(
@@ -186,6 +191,9 @@ def _yardstick(example: Example, pattern: Mask, with_lse: bool) -> Result:
         device=query.device,
     )
     additive = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
+    weights = _weights(backend, example)
+    if weights is not None:
+        additive = additive + weights(*reference.grid(query, key)).to(query.dtype)
     if bias is not None:
         additive = additive + bias
     additive = additive.masked_fill(~allowed, -torch.inf)
