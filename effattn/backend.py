@@ -167,7 +167,7 @@ class Backend:
             reasons.append(absent)
         for kind in request.mask.kinds():
             if kind not in able.masks:
-                supported = ", ".join(kind.__name__ for kind in able.masks) or "no masks"
+                supported = ", ".join(sorted(kind.__name__ for kind in able.masks)) or "no masks"
                 need(False, f"a {kind.__name__} mask", supported)
         need(able.bias or not request.bias, "a bias", "none")
         need(able.bias_grad or not request.bias_grad, "a gradient for the bias", "a bias without one")
