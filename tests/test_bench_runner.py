@@ -196,6 +196,13 @@ def test_only_the_cells_of_the_study_are_drawn_and_the_last_record_of_each(tmp_p
     assert drawn[0]["forward_ms_median"].tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize(("busy", "warned"), [(3.0, False), (63.0, True)])
+def test_a_busy_machine_is_told(monkeypatch, console, busy, warned):
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: busy)
+    runner._warn_if_busy(console)
+    assert ("Other processes take 63% of the CPU" in console.file.getvalue()) == warned
+
+
 def test_a_terminal_shows_a_line_a_cell_and_the_time_left():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     study = runner.resolve(Study.parse({**TINY, "seq_lens": [16, 32]}), console)

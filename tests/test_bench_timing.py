@@ -44,6 +44,14 @@ def test_every_repeat_runs_the_whole_chain_and_is_kept():
         assert stages.seen[i : i + 2] == [("forward", None), ("backward", i + 1)]
 
 
+def test_of_long_runs_the_first_call_is_the_warm_up(monkeypatch):
+    monkeypatch.setattr(timing, "_LONG_RUN_S", 0.0)
+    stages = Stages()
+    times = timing.time_repeats(stages.both, device="cpu", repeats=5, min_time_s=0)
+    assert len(times["forward"]) == 5
+    assert len(stages.seen) == 2 * 5
+
+
 def test_short_calls_are_repeated_more_often_but_not_for_ever():
     times = timing.time_repeats({"forward": lambda _: None}, device="cpu", repeats=5, min_time_s=0.01)
     assert len(times["forward"]) == timing.MAX_REPEATS

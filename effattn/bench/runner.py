@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -149,6 +150,7 @@ def _sizes(study: Study, captured: CaptureInfo | None) -> dict[str, int]:
 
 
 def _measure(cells: list[Cell], study: Study, machine: Machine, writer: RecordWriter, console: Console) -> None:
+    _warn_if_busy(console)
     limit = memory_limit_bytes(study.memory_limit)
     with Workers(study.plugins, limit, study.timeout_s) as workers, _progress(cells, console) as advance:
         refusals = workers.refusals(cells)
@@ -216,6 +218,17 @@ def _summary(outcome: Outcome) -> str:
         f"{time_ms:.4g} ms, {got['peak_memory_bytes'] / 2**20:.4g} MiB, "
         f"error {got['implementation_rel_l2']:.1e} + {got['approximation_rel_l2']:.3g}"
     )
+
+
+def _warn_if_busy(console: Console) -> None:
+    """Two threads that wait for each other on a core that others use are slowed down tenfold and more."""
+    busy = psutil.cpu_percent(interval=0.5)
+    if busy > 25:
+        console.print(
+            f"Other processes take {busy:.0f}% of the CPU: times will be too long, and vary",
+            style="yellow",
+            highlight=False,
+        )
 
 
 def _tell_what_is_known(records: Sequence[Record], machine: Machine, console: Console) -> None:

@@ -8,7 +8,6 @@ and the garbage collector off, as in its ``Timer``.
 """
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.benchmark import timer as synchronized_clock
 Stages = Mapping[str, Callable[[Any], Any]]
 
 MAX_REPEATS = 100
+_LONG_RUN_S = 1.0
 _CACHE_BYTES = 256 * 2**20  # more than any second-level cache holds
 
 
@@ -31,7 +31,10 @@ def time_first(stages: Stages) -> tuple[float, Any]:
 
 
 def time_repeats(stages: Stages, *, device: str, repeats: int, min_time_s: float) -> dict[str, list[float]]:
-    """Milliseconds of each stage in each repeat.
+    """Milliseconds of each stage in each repeat; to be called after ``time_first``.
+
+    Runs shorter than a second are warmed up for a quarter of ``min_time_s``, at least once; of longer ones the
+    first call was warm-up enough.
 
     Args:
         stages: by name, in their order; the first is called with None.
@@ -39,10 +42,18 @@ def time_repeats(stages: Stages, *, device: str, repeats: int, min_time_s: float
         repeats: how many at least.
         min_time_s: more repeats, up to ``MAX_REPEATS``, until they take this long together.
     """
+    run = _run_on_cuda if device == "cuda" else _run_on_cpu
     with _garbage_collector_off():
-        run_s = _warm_up(stages, min_time_s / 4)
-        count = max(repeats, min(MAX_REPEATS, math.ceil(min_time_s / run_s)))
-        return (_time_on_cuda if device == "cuda" else _time_on_cpu)(stages, count)
+        times = run(stages, 1)
+        warm_up_s = _total_s(times)
+        if warm_up_s < _LONG_RUN_S:
+            while warm_up_s < min_time_s / 4:
+                warm_up_s += _total_s(run(stages, 1))
+            times = {name: [] for name in stages}
+        while (done := _count(times)) < repeats or (_total_s(times) < min_time_s and done < MAX_REPEATS):
+            for name, more in run(stages, repeats - done if done < repeats else repeats).items():
+                times[name] += more
+    return times
 
 
 def quantiles(name: str, times_ms: list[float]) -> dict[str, Any]:
@@ -63,19 +74,7 @@ def _run(stages: Stages) -> Any:
     return result
 
 
-def _warm_up(stages: Stages, at_least_s: float) -> float:
-    """Run until this long has passed, at least once; seconds of the fastest run."""
-    begin, fastest_s = synchronized_clock(), math.inf
-    while True:
-        start = synchronized_clock()
-        _run(stages)
-        end = synchronized_clock()
-        fastest_s = min(fastest_s, end - start)
-        if end - begin >= at_least_s:
-            return fastest_s
-
-
-def _time_on_cpu(stages: Stages, count: int) -> dict[str, list[float]]:
+def _run_on_cpu(stages: Stages, count: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in stages}
     for _ in range(count):
         result = None
@@ -87,7 +86,7 @@ def _time_on_cpu(stages: Stages, count: int) -> dict[str, list[float]]:
     return times
 
 
-def _time_on_cuda(stages: Stages, count: int) -> dict[str, list[float]]:
+def _run_on_cuda(stages: Stages, count: int) -> dict[str, list[float]]:
     def event() -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True)
 
@@ -102,6 +101,14 @@ def _time_on_cuda(stages: Stages, count: int) -> dict[str, list[float]]:
             lap[name][1].record()
     torch.cuda.synchronize()
     return {name: [start.elapsed_time(end) for start, end in (lap[name] for lap in laps)] for name in stages}
+
+
+def _count(times: dict[str, list[float]]) -> int:
+    return len(next(iter(times.values())))
+
+
+def _total_s(times: dict[str, list[float]]) -> float:
+    return sum(map(sum, times.values())) / 1e3
 
 
 @contextmanager
