@@ -678,7 +678,7 @@ def _shift(rows: Range, query_offset: int) -> Range:
 
 def _broadcast_index(index: Tensor, size: int) -> Tensor:
     """``index``, or zeros that broadcast against it where the dimension has one entry for all."""
-    return index if size > 1 else torch.zeros_like(index[(slice(0, 1),) * index.dim()])
+    return index if size > 1 else torch.zeros_like(index[(..., *(slice(0, 1),) * index.dim())])
 
 
 def _is_one_of(position: Tensor, tokens: tuple[int, ...]) -> Tensor:

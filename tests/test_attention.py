@@ -120,6 +120,42 @@ def test_autocast_makes_mixed_dtypes_one(spec):
     assert [t.grad.dtype for t in inputs] == [torch.float32, torch.bfloat16, torch.float32]
 
 
+AUTOGRAD = [spec for spec in BACKENDS if spec != "full"]  # whose backward pass is PyTorch's, and so cast too
+
+
+@pytest.mark.parametrize(
+    "spec", [*AUTOGRAD, "sliding_window(global_tokens=(0,))", "lsh(bucket_size=4, count='per_round')"]
+)
+def test_a_backward_pass_inside_autocast_is_the_same(spec):
+    def grads(inside: bool) -> tuple[Tensor, ...]:
+        inputs = [t.clone().requires_grad_() for t in (QUERY, KEY, VALUE)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total = attention(*inputs, backend=spec, mask=Causal()).float().square().sum()
+            if inside:
+                return torch.autograd.grad(total, inputs)
+        return torch.autograd.grad(total, inputs)
+
+    assert all(map(torch.equal, grads(True), grads(False)))
+
+
+def test_the_pattern_under_autocast_is_what_attention_uses():
+    query, key = draw(1, 2, 200, 16, seed=1), draw(1, 2, 200, 16, seed=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = effattn.pattern(query, key, backend="lsh(bucket_size=8)")
+    outside = effattn.pattern(query.bfloat16(), key.bfloat16(), backend="lsh(bucket_size=8)")
+    assert torch.equal(inside.dense(1, 2, 200, 200), outside.dense(1, 2, 200, 200))
+
+
+@pytest.mark.parametrize("spec", BACKENDS)
+def test_the_default_dtype_makes_no_difference(spec):
+    expected = call(backend=spec, mask=Causal())
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(call(backend=spec, mask=Causal()), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # Empty
 
 
@@ -136,6 +172,12 @@ def test_empty_problems_give_zeros_with_zero_gradients(spec, batch_size, num_hea
     assert not output.any()
     output.sum().backward()
     assert all(t.grad.shape == t.shape and not t.grad.any() for t in (query, key, value))
+
+
+def test_an_empty_problem_has_a_gradient_for_its_bias_too():
+    bias = torch.zeros(LENGTH, 0, requires_grad=True)
+    attention(QUERY, KEY[:, :, :0], VALUE[:, :, :0], bias=bias).sum().backward()
+    assert bias.grad.shape == (LENGTH, 0)
 
 
 def test_log_sum_exp_of_no_keys():
@@ -201,7 +243,8 @@ def test_what_padding_hides_has_no_influence(spec, filling):
         output = attention(query, key, value, backend=spec, mask=mask)
         return output, *torch.autograd.grad(output.square().sum(), (query, key, value))
 
-    for mask in (Padding(keep), Padding(keep) & Causal(), Dense(keep[:, None, None])):
+    padding = Padding(keep)
+    for mask in (padding, padding & Causal(), Dense(keep[:, None, None]), padding & Causal() | padding & Window(0, 3)):
         filled = compute(filling, mask)
         assert all(map(torch.equal, filled, compute(0.0, mask)))
         assert not any(grad.masked_select(hidden).any() for grad in filled[2:])

@@ -109,6 +109,8 @@ def test_str_leaves_defaults_out():
         ("lsh(num_hashes=True)", "lsh: num_hashes must be an integer >= 1, got True"),
         ("lsh(seed=-1)", "lsh: seed must be an integer >= 0 or None, got -1"),
         ("lsh(num_hashes=many)", "lsh: num_hashes must be a literal such as 8, 'auto' or None, got 'many'"),
+        ("lsh(num_hashes={[]: 1})", "lsh: num_hashes must be a literal such as 8"),
+        ("lsh(seed=1, seed=2)", "lsh: seed must be given once"),
         ("lsh(8)", r"backend: a spec looks like .*, got 'lsh\(8\)'"),
         ("lsh(**x)", "backend: a spec looks like"),
         ("lsh(", r"backend: a spec looks like .*, got 'lsh\('"),
@@ -121,6 +123,11 @@ def test_str_leaves_defaults_out():
 def test_bad_specs_say_what_is_allowed(spec, message):
     with pytest.raises(ValueError, match=message):
         effattn.get(spec)
+
+
+def test_a_backend_value_is_asked_for_its_fields_too():
+    with pytest.raises(ValueError, match=r"lsh: unknown field 'hashes'; did you mean 'num_hashes'\?"):
+        effattn.get(effattn.get("lsh"), hashes=3)
 
 
 # The registry
@@ -247,6 +254,11 @@ def test_describe_says_what_runs_here():
 def test_describe_gives_the_reason_where_nothing_runs():
     rows = effattn.describe("tpu").rows
     assert all(row["runs"].startswith("no: ") and "device tpu" in row["runs"] for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what CUDA runs where there is one")
+def test_nothing_runs_on_a_device_that_is_not_here():
+    assert all(row["runs"] == "no: this machine has no CUDA device" for row in effattn.describe("cuda").rows)
 
 
 # Capabilities

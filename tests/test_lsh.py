@@ -1,5 +1,6 @@
 """LSH attention: what it attends to, how often it counts it, and what its draws depend on."""
 
+import itertools
 import math
 
 import pytest
@@ -101,6 +102,14 @@ def test_each_key_counts_once(shared, mask):
         _, lse = attention(*tensors, backend=backend, mask=mask, scale=0.0, return_lse=True)
         torch.testing.assert_close(lse.exp(), expected.double())
         assert_is_its_pattern(backend, tensors, mask)
+
+
+def test_counts_are_as_exact_as_the_scores():
+    tensors, backend = inputs(), get("lsh(bucket_size=4, num_hashes=5, count='per_round')")
+    own = pattern(*tensors[:2], backend=backend)
+    weights = backend.reference_bias(*tensors[:2], mask=Everything(), query_offset=0)
+    expected, _ = reference.attention(*tensors, mask=own, bias=weights)
+    torch.testing.assert_close(attention(*tensors, backend=backend), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_one_round_meets_at_most_its_window():
@@ -307,16 +316,19 @@ def test_many_buckets_are_made_of_two_rotations():
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_memory_grows_with_the_length(backward):
+    """Also while the number of buckets in one rotation grows, up to 128 of them."""
+
     def peak(length: int) -> int:
-        tensors = [draw(1, 2, length, 32).float().requires_grad_() for _ in range(3)]
+        tensors = [draw(1, 2, length, 16).float().requires_grad_() for _ in range(3)]
 
         def call() -> object:
-            output = attention(*tensors, backend="lsh", mask=Causal())
+            output = attention(*tensors, backend="lsh(bucket_size=16)", mask=Causal())
             return torch.autograd.grad(output.sum(), tensors) if backward else output
 
         return peak_memory(call, "cpu")
 
-    assert peak(4096) <= 2.2 * peak(2048)
+    peaks = [peak(length) for length in (512, 1024, 2048, 4096)]
+    assert all(after <= 2.2 * before for before, after in itertools.pairwise(peaks))
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,22 @@ def test_any_part_of_the_grid_can_be_evaluated(problem, random):
     assert torch.equal(part, dense[torch.meshgrid(*parts, indexing="ij")])
 
 
+def test_a_mask_is_evaluated_no_larger_than_it_is():
+    grid = [torch.arange(n) for n in (2, 3, 4, 5)]
+    for shape in ((1, 1, 4, 5), (2, 1, 1, 5), (1, 3, 4, 1), (1, 1, 1, 1)):
+        assert evaluate(Dense(torch.ones(shape, dtype=torch.bool)), *grid, 0).shape == shape
+    assert evaluate(Padding(torch.ones(1, 5, dtype=torch.bool)), *grid, 0).shape == (1, 1, 1, 5)
+    assert evaluate(Causal(), *grid, 0).shape == (1, 1, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal(), Global(()), Global(torch.zeros(2, 0).bool()), Padding(torch.ones(1, 0).bool())]
+)
+def test_no_keys(mask):
+    assert mask.dense(2, 3, 4, 0).shape == (2, 3, 4, 0)
+    assert mask.key_range((0, 4), 0, -4) == (0, 0)
+
+
 # What is known without evaluating
 
 
@@ -377,7 +393,10 @@ def test_padding_of_joins_all_that_hides_keys():
     # What transformers passes: [batch, 1, 1, key_len].
     assert padding_of(Dense(second[:, None, None])).tolist() == second.tolist()
     assert padding_of(Dense(torch.ones(3, 3, dtype=torch.bool))) is None
+    # What a join by | hides is what every side hides.
     assert padding_of(Padding(first) | Causal()) is None
+    assert padding_of(Padding(first) & Causal() | Padding(second) & Window(0, 1)).tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert padding_of(Padding(first) & Causal() | Padding(first) & Window(0, 1)).tolist() == [[1, 1, 0]]
 
 
 # Bands
@@ -426,6 +445,7 @@ def test_band_and_rest_are_the_mask(problem):
         (lambda: Documents(torch.ones(1, 4)), "documents: ids must be integers, got torch.float32"),
         (lambda: Documents(torch.ones(1, 4).bool()), "documents: ids must be integers, got torch.bool"),
         (lambda: Global((0, -2)), "global: tokens must be positions >= 0, got -2"),
+        (lambda: Global(None), "global: tokens must be a tuple of positions or a bool tensor, got None"),
         (lambda: Global((1.5,)), "global: tokens must be positions >= 0, got 1.5"),
         (lambda: Global(torch.ones(1, 4)), r"global: tokens as a tensor must be bool \[batch, key_len\], got torch.fl"),
         (lambda: Global(torch.ones(4).bool()), r"must be bool \[batch, key_len\], got torch.bool\[4\]"),

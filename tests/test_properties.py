@@ -66,7 +66,7 @@ def random_examples(draw: st.DrawFn, able: Capabilities) -> Example:
     longest = draw(st.sampled_from([6, 70]))
     of = draw(sizes(longest) if able.cross_length else square_sizes(longest))
     mask = draw(masks(of))
-    shapes = [(of.key_len,), (of.query_len, 1), (of.num_heads, 1, of.key_len), (of.batch_size, 1, 1, 1), of.shape]
+    shapes = [(), (of.key_len,), (of.query_len, 1), (of.num_heads, 1, of.key_len), (of.batch_size, 1, 1, 1), of.shape]
     return Example(
         "random",
         mask=Always(mask),

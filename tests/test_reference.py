@@ -211,3 +211,5 @@ def test_empty_lengths(query, key, value):
 def test_a_mask_that_does_not_fit_is_refused(query, key, value):
     with pytest.raises(ValueError, match=r"dense: allowed must be broadcastable to .* = \[2, 4, 5, 7\]"):
         reference.attention(query, key, value, mask=Dense(torch.ones(QUERY_LEN, KEY_LEN + 1).bool()))
+    with pytest.raises(ValueError, match=r"padding: keep must have shape .* = \[2, 7\], got \[2, 8\]"):
+        reference.attention(query, key, value, mask=Padding(torch.ones(BATCH, KEY_LEN + 1).bool()))

@@ -43,6 +43,22 @@ def test_causal_is_bottom_right_unless_the_offset_says_otherwise(query_len, key_
     torch.testing.assert_close(starts, F.scaled_dot_product_attention(*tensors, is_causal=True))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "flash", "math"])
+@pytest.mark.parametrize("scale", [0.0, -0.5, 1e-30])
+def test_a_causal_mask_holds_whatever_the_scale(kernel, scale):
+    """PyTorch's CPU kernel masks first and scales after: a scale below 0 would turn -inf to inf."""
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [t.detach().to(dtype).requires_grad_() for t in inputs(64, 64)]
+        got, want = (
+            attention(*tensors, backend=backend, mask=Causal(), scale=scale)
+            for backend in (get("sdpa", kernel=kernel), "full")
+        )
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(got, want, **tolerance)
+        grads = [torch.autograd.grad(t.float().sin().sum(), tensors) for t in (got, want)]
+        torch.testing.assert_close(*grads, **tolerance)
+
+
 def test_rows_that_see_nothing_are_zero_in_every_kernel():
     mask = Causal() & Padding((torch.arange(33) > 4)[None])
     for kernel in ("auto", "flash", "math"):
@@ -95,12 +111,16 @@ def test_a_named_kernel_is_the_one_that_runs(kernel):
 
 
 @pytest.mark.parametrize("value_dim", [16, 8])
-def test_resolve_says_what_pytorch_picks(value_dim):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("bias", [None, False, True], ids=["no bias", "bias", "bias with gradient"])
+def test_resolve_says_what_pytorch_picks(value_dim, dropout_p, bias):
+    tensors = [t.detach() for t in inputs(value_dim=value_dim)]
+    options = {"dropout_p": dropout_p, "bias": None if bias is None else torch.zeros(33, 33, requires_grad=bias)}
     with torch.profiler.profile() as profiler:
-        attention(*inputs(value_dim=value_dim), backend="sdpa")
+        attention(*tensors, backend="sdpa", **options)
     ran = {event.key for event in profiler.key_averages()}
     is_flash = "aten::_scaled_dot_product_flash_attention_for_cpu" in ran
-    assert get("sdpa").resolve(request(value_dim=value_dim)) == ("flash" if is_flash else "math")
+    assert get("sdpa").resolve(Request.of(*tensors, **options)) == ("flash" if is_flash else "math")
 
 
 def test_an_input_with_a_strided_last_dimension_still_meets_the_fused_kernel():

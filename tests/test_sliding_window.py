@@ -135,6 +135,14 @@ def test_a_batch_row_without_global_tokens():
     assert_attends_to(Window(1, 1), nobody, inputs())
 
 
+def test_one_table_of_global_tokens_serves_all_batch_rows():
+    tokens = torch.zeros(1, 41, dtype=torch.bool)
+    tokens[:, [5, 30]] = True
+    assert_attends_to(
+        Window(2, 2) | Global(tokens), get("sliding_window", left=2, right=2, global_tokens=tokens), inputs()
+    )
+
+
 def test_a_bias_reaches_band_and_global_tokens_alike():
     tensors = inputs()
     for shape in ((41,), (41, 1), (HEADS, 41, 41), (BATCH, 1, 41, 41)):
@@ -196,6 +204,19 @@ def test_memory_grows_with_the_length(spec, backward):
         def call() -> object:
             output = attention(*tensors, backend=spec, mask=Padding(torch.arange(length)[None] > 3))
             return torch.autograd.grad(output.sum(), tensors) if backward else output
+
+        return peak_memory(call, "cpu")
+
+    assert peak(2048) <= 2.2 * peak(1024)
+
+
+@pytest.mark.parametrize("spec", ["sliding_window(left=16, right=16)", "sliding_window(left=16, right=16, dilation=2)"])
+def test_the_gradient_of_a_broadcast_bias_takes_no_more(spec):
+    def peak(length: int) -> int:
+        leaves = [*inputs(length, length, torch.float32), torch.zeros(length, requires_grad=True)]
+
+        def call() -> object:
+            return torch.autograd.grad(attention(*leaves[:3], backend=spec, bias=leaves[3]).sum(), leaves)
 
         return peak_memory(call, "cpu")
 
