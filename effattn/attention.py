@@ -119,6 +119,7 @@ def pattern(
     offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
     _check_mask(mask, query, key.shape[2], offset)
     (key,) = hide_padding(mask, key)
+    query = calm_padded_rows(mask, query, offset)
     with torch.autocast(query.device.type, enabled=False):
         return chosen.pattern(query, key, mask=mask, query_offset=offset)
 

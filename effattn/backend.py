@@ -168,7 +168,7 @@ class Backend:
         for kind in request.mask.kinds():
             if kind not in able.masks:
                 supported = ", ".join(sorted(kind.__name__ for kind in able.masks)) or "no masks"
-                need(False, f"a {kind.__name__} mask", supported)
+                need(False, f"a mask of {kind.__name__}", supported)
         need(able.bias or not request.bias, "a bias", "none")
         need(able.bias_grad or not request.bias_grad, "a gradient for the bias", "a bias without one")
         need(request.dtype in able.dtypes, _dtype_name(request.dtype), ", ".join(map(_dtype_name, able.dtypes)))
@@ -395,7 +395,6 @@ def describe(device: str | None = None) -> Overview:
 def _discover() -> None:
     """Import every module of ``effattn.backends`` and every entry point of that group, once."""
     if not _loaded:
-        _loaded.add(ENTRY_POINTS)
         package = importlib.import_module(ENTRY_POINTS)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{ENTRY_POINTS}.{module.name}")
@@ -404,6 +403,7 @@ def _discover() -> None:
                 point.load()
             except ImportError as error:
                 _missing[point.name] = str(error)
+        _loaded.add(ENTRY_POINTS)
 
 
 def _check_fields(cls: type[Backend], given: Collection[str]) -> None:

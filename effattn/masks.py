@@ -631,18 +631,15 @@ def hide_padding(mask: Mask, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def calm_padded_rows(mask: Mask, query: Tensor, query_offset: int) -> Tensor:
-    """``query`` with 0 for what is not finite in rows whose own position is padding.
+    """``query`` of self-attention with 0 for what is not finite in rows whose own position is padding.
 
     Such rows are computed like any other, and nobody looks at them; but the gradient of a key that they see is
     their weight's, 0, times the query, and 0 x NaN is NaN.
     """
     keep = padding_of(mask)
-    if keep is None:
+    if keep is None or query_offset != 0 or keep.shape[1] != query.shape[2]:
         return query
-    key_len = keep.shape[1]
-    positions = torch.arange(query.shape[2], device=query.device) + query_offset
-    padded = ~keep[:, positions.clamp(0, key_len - 1)] & (positions >= 0) & (positions < key_len)
-    return query.masked_fill(padded[:, None, :, None] & ~query.isfinite(), 0.0)
+    return query.masked_fill(~keep[:, None, :, None] & ~query.isfinite(), 0.0)
 
 
 def _join(kind: Any, left: Mask, right: Mask, neutral: type[Mask] | None = None) -> Mask:
@@ -678,7 +675,7 @@ def _shift(rows: Range, query_offset: int) -> Range:
 
 def _broadcast_index(index: Tensor, size: int) -> Tensor:
     """``index``, or zeros that broadcast against it where the dimension has one entry for all."""
-    return index if size > 1 else torch.zeros_like(index[(..., *(slice(0, 1),) * index.dim())])
+    return index if size > 1 else index.new_zeros((1,) * index.dim())
 
 
 def _is_one_of(position: Tensor, tokens: tuple[int, ...]) -> Tensor:

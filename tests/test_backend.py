@@ -285,13 +285,13 @@ class Limited(Backend):
         (
             {"masks": frozenset({Causal, Window})},
             {"mask": Causal() & Global((0,))},
-            "requested a Global mask; supported Causal, Window",
+            "requested a mask of Global; supported Causal, Window",
         ),
-        ({"masks": frozenset()}, {"mask": Causal()}, "requested a Causal mask; supported no masks"),
+        ({"masks": frozenset()}, {"mask": Causal()}, "requested a mask of Causal; supported no masks"),
         (
             {"masks": frozenset({Causal, Window})},
             {"mask": Causal() | Window(1, 1)},
-            "requested a Or mask; supported Causal, Window",
+            "requested a mask of Or; supported Causal, Window",
         ),
         ({"bias": False}, {"bias": True}, "requested a bias; supported none"),
         (
@@ -407,6 +407,6 @@ def test_what_is_refused_is_never_computed(monkeypatch):
     monkeypatch.setattr(Limited, "attend", attend)
     query = torch.randn(1, 2, 4, 8)
     keep = Padding(torch.ones(1, 4, dtype=torch.bool))
-    with pytest.raises(UnsupportedError, match="requested a Padding mask; supported Causal"):
+    with pytest.raises(UnsupportedError, match="requested a mask of Padding; supported Causal"):
         effattn.attention(query, query, query, backend=Limited(Capabilities(masks=frozenset({Causal}))), mask=keep)
     assert called.count == 0

@@ -100,7 +100,7 @@ class SlidingWindow(Backend):
                     # Parts to be joined keep their precision until they are.
                     wide_output=bool(tokens),
                 ),
-                bias=None if bias is None else _take(_take(bias, 2, rows), 3, keys),
+                bias=None if bias is None else _take_bias(bias, rows, keys),
                 need_lse=need_lse,
             )
 
@@ -164,11 +164,8 @@ def _index(tokens: list[tuple[int, ...]], device: torch.device) -> Tensor:
 
 
 def _take(tensor: Tensor, dim: int, selection: Selection) -> Tensor:
-    """A selection along ``dim`` of ``[batch, heads, ...]``; -1 takes anything, a ``Taken`` mask hides it.
-
-    A dimension of 1 is left to broadcast.
-    """
-    if selection is None or tensor.shape[dim] == 1:
+    """A selection along ``dim`` of ``[batch, heads, ...]``; -1 takes anything, a ``Taken`` mask hides it."""
+    if selection is None:
         return tensor
     if isinstance(selection, slice):
         return tensor[(slice(None),) * dim + (selection,)]
@@ -178,6 +175,14 @@ def _take(tensor: Tensor, dim: int, selection: Selection) -> Tensor:
     shape = [index.shape[0], 1, 1, 1]
     shape[dim] = index.shape[1]
     return torch.take_along_dim(tensor, index.view(shape), dim)
+
+
+def _take_bias(bias: Tensor, rows: Selection, keys: Selection) -> Tensor:
+    """A selection of rows and keys; a dimension of 1 is left to broadcast."""
+    for dim, selection in ((2, rows), (3, keys)):
+        if bias.shape[dim] != 1:
+            bias = _take(bias, dim, selection)
+    return bias
 
 
 def _put_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> Tensor:

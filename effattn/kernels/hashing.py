@@ -6,6 +6,8 @@ section 2): a vector's bucket is the nearest of the directions +-R, so vectors a
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -72,9 +74,10 @@ def _plan(
     positions = torch.arange(key_len, device=query.device)
     rotations = _rotations(num_hashes, head_dim, key_len, chunk_size, seed, query.device)
     key_buckets = _buckets(key, rotations)  # [rounds, batch, kv_heads, key_len]
+    beyond = math.prod(2 * rotation.shape[2] for rotation in rotations)
     if keep is not None:
-        beyond = int(torch.tensor([2 * rotation.shape[2] for rotation in rotations]).prod())
-        key_buckets.masked_fill_(~keep.expand(key.shape[0], key_len)[:, None], beyond)
+        keep = keep.expand(key.shape[0], key_len)
+        key_buckets.masked_fill_(~keep[:, None], beyond)
     key_codes, key_order = (key_buckets * key_len + positions).sort(dim=-1)
     key_rank = torch.empty_like(key_order).scatter_(-1, key_order, positions.expand_as(key_order))
 
@@ -82,7 +85,11 @@ def _plan(
         row_codes, row_order = key_codes, key_order
     else:
         row_positions = (torch.arange(query_len, device=query.device) + query_offset).clamp(0, key_len - 1)
-        row_codes, row_order = (_buckets(query, rotations) * key_len + row_positions).sort(dim=-1, stable=True)
+        row_buckets = _buckets(query, rotations)
+        if keep is not None and query_len == key_len and query_offset == 0:
+            # Padded rows too go to the end, or they would move the real ones from chunk to chunk.
+            row_buckets.masked_fill_(~keep[:, None], beyond)
+        row_codes, row_order = (row_buckets * key_len + row_positions).sort(dim=-1, stable=True)
         key_codes = key_codes.repeat_interleave(num_heads // num_kv_heads, dim=2)
 
     # A window ends where the keys of its chunk's middle row end, plus half a chunk: with as many keys as rows in
@@ -93,7 +100,7 @@ def _plan(
     ends = torch.searchsorted(key_codes, row_codes[..., middle].contiguous(), right=True) + chunk_size - half - 1
     latest = torch.tensor(key_len - width, device=query.device)
     if keep is not None:
-        latest = (keep.expand(key.shape[0], key_len).sum(-1) - width).clamp(min=0)[:, None, None]
+        latest = (keep.sum(-1) - width).clamp(min=0)[:, None, None]
     chunk_start = torch.minimum((ends + look_ahead * chunk_size - width).clamp(min=0), latest)
 
     by_rank = chunk_start.repeat_interleave(chunk_size, dim=-1)[..., :query_len]

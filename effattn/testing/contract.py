@@ -424,7 +424,8 @@ def _gradcheck(backend: Backend, device: str) -> Outcome:
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return attention(query, key, value, backend=backend, mask=example.mask(example), return_lse=with_lse)
 
-    assert torch.autograd.gradcheck(call, (query, key, value), atol=1e-6)
+    right = torch.autograd.gradcheck(call, (query, key, value), atol=1e-6, raise_exception=False)
+    assert right, "the gradient is not that of the output"
     return Outcome.HOLDS
 
 
