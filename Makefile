@@ -15,7 +15,7 @@ sweep: $(VENV)/.installed  ## run a study: make sweep STUDY=experiments/length_s
 	$(BIN)/effattn sweep $(STUDY) $(ARGS)
 
 test: $(VENV)/.installed  ## the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --quiet $(ARGS)
 
 check: $(VENV)/.installed  ## format, lint and types
 	$(BIN)/ruff format --check .

@@ -73,6 +73,7 @@ class Capabilities:
     lse: bool = True
     lse_grad: bool = True
     deterministic: bool = True
+    pattern: bool = True  # it is a softmax over the keys of its pattern; without, only its total error is known
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def measure(cell: Cell) -> dict[str, Any]:
         UnsupportedError: with the reasons of the backend; and whatever else the backend raises.
         ArithmeticError: if the results are not finite.
     """
-    task = _Task(cell)
+    task = Task(cell)
     with torch.set_grad_enabled(task.trains):
         setup_ms, first = timing.time_first(task.stages)
         compile_ms = _compile_ms()
@@ -68,7 +68,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     return record | _errors(task, pattern, first)
 
 
-class _Task:
+class Task:
     """A cell made concrete: its tensors and the calls that are measured."""
 
     def __init__(self, cell: Cell) -> None:
@@ -150,7 +150,7 @@ def _request(cell: Cell) -> Request:
     )
 
 
-def _work(task: _Task, pattern: Mask, time_ms: float) -> dict[str, Any]:
+def _work(task: Task, pattern: Mask, time_ms: float) -> dict[str, Any]:
     done = errors.work(task.query, task.key.shape[2], mask=task.mask, pattern=pattern, rows=_rows(task))
     flops = cost.flops(done.pairs, task.key.shape[3], task.value.shape[3], backward=task.trains)
     return {
@@ -161,7 +161,7 @@ def _work(task: _Task, pattern: Mask, time_ms: float) -> dict[str, Any]:
     }
 
 
-def _errors(task: _Task, pattern: Mask, first: Any) -> dict[str, Any]:
+def _errors(task: Task, pattern: Mask, first: Any) -> dict[str, Any]:
     cell, rows = task.cell, _rows(task)
     output, *grads = first if task.trains else (first,)
     tensors = (task.query.detach(), task.key.detach(), task.value.detach())
@@ -180,7 +180,7 @@ def _errors(task: _Task, pattern: Mask, first: Any) -> dict[str, Any]:
     return found
 
 
-def _rows(task: _Task) -> Tensor:
+def _rows(task: Task) -> Tensor:
     rows = errors.sample_rows(task.query.shape[2], task.cell.error_rows, task.cell.seed)
     return rows.to(task.query.device)
 
