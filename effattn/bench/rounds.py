@@ -79,34 +79,41 @@ def run_rounds(cells: Sequence[Cell], rounds: int) -> list[Result]:
 
 
 @torch.no_grad()
-def agree(ours: Cell, other: Cell) -> Agreement:
-    """Compare the outputs of two cells on the same input, in the rows in which they do the same."""
-    tasks = [Task(replace(cell, pass_name="forward")) for cell in (ours, other)]
+def agree(ours: Cell, others: Sequence[Cell]) -> list[Agreement]:
+    """The outputs of ``others`` beside that of ``ours``, on the same input, in the rows in which both do the same."""
     rows = errors.sample_rows(ours.seq_len, ours.error_rows, ours.seed)
-    same = _rows_alike(tasks, rows.to(ours.device))
-    outputs = [task.stages["forward"](None)[:, :, rows].double() for task in tasks]
-    if not same.any():
-        return Agreement(None, 0.0)
-    return Agreement(errors.rel_l2(outputs[1][same], outputs[0][same]), float(same.double().mean()))
-
-
-def _rows_alike(tasks: Sequence[Task], rows: Tensor) -> Tensor:
-    """bool ``[B, H, rows]``: the same keys, with the same weights on their scores."""
-    cell = tasks[0].cell
-    if not all(task.backend.capabilities.pattern for task in tasks):
-        return torch.zeros(cell.batch_size, cell.num_heads, len(rows), dtype=torch.bool)
-    batches, heads, keys = (
-        torch.arange(n, device=rows.device) for n in (cell.batch_size, cell.num_heads, cell.seq_len)
-    )
-    grid = batches[:, None, None, None], heads[:, None, None], rows[:, None], keys
-    shape = (cell.batch_size, cell.num_heads, len(rows), cell.seq_len)
+    attended, output = _rows_of(ours, rows)
     found = []
-    for task in tasks:
-        allowed = evaluate(task.pattern(), batches, heads, rows, keys, 0).expand(shape)
-        weights = task.weights()
-        weight = weights(*grid) if weights is not None else torch.zeros((), device=rows.device)
-        found.append(torch.where(allowed, weight.float(), -torch.inf))
-    return (found[0] == found[1]).all(-1)
+    for other in others:
+        other_attended, other_output = _rows_of(other, rows)
+        if attended is None or other_attended is None:
+            found.append(Agreement(None, 0.0))
+            continue
+        same = (attended == other_attended).all(-1)
+        rel_l2 = errors.rel_l2(other_output[same], output[same]) if same.any() else None
+        found.append(Agreement(rel_l2, float(same.double().mean())))
+    return found
+
+
+def _rows_of(cell: Cell, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+    """For some query rows, what is added to the score of each key ``[B, H, rows, N]``, and the output.
+
+    -inf stands for keys that are not attended to; None for a backend without a pattern.
+    """
+    task = Task(replace(cell, pass_name="forward"))
+    rows = rows.to(cell.device)
+    output = task.stages["forward"](None)[:, :, rows].double()
+    pattern = task.pattern()
+    if pattern is None:
+        return None, output
+    sizes = cell.batch_size, cell.num_heads, cell.seq_len
+    batches, heads, keys = (torch.arange(size, device=cell.device) for size in sizes)
+    allowed = evaluate(pattern, batches, heads, rows, keys, 0).expand(*sizes[:2], len(rows), cell.seq_len)
+    weights = task.weights()
+    added = torch.zeros((), device=cell.device)
+    if weights is not None:
+        added = weights(batches[:, None, None, None], heads[:, None, None], rows[:, None], keys).float()
+    return torch.where(allowed, added, -torch.inf), output
 
 
 @contextmanager

@@ -152,7 +152,7 @@ def _sizes(study: Study, captured: CaptureInfo | None) -> dict[str, int]:
 def _measure(cells: list[Cell], study: Study, machine: Machine, writer: RecordWriter, console: Console) -> None:
     _warn_if_busy(console)
     limit = memory_limit_bytes(study.memory_limit)
-    with Workers(study.plugins, limit, study.timeout_s) as workers, _progress(cells, console) as advance:
+    with Workers(study.device, study.plugins, limit, study.timeout_s) as workers, _progress(cells, console) as advance:
         refusals = workers.refusals(cells)
         for cell in cells:
             started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -214,10 +214,11 @@ def _summary(outcome: Outcome) -> str:
         return f"{outcome.status.replace('_', ' ')}: {outcome.reason}"
     got: Mapping[str, Any] = outcome.measured
     time_ms = got["forward_ms_median"] + got.get("backward_ms_median", 0.0)
-    return (
-        f"{time_ms:.4g} ms, {got['peak_memory_bytes'] / 2**20:.4g} MiB, "
-        f"error {got['implementation_rel_l2']:.1e} + {got['approximation_rel_l2']:.3g}"
-    )
+    if "approximation_rel_l2" in got:
+        error = f"{got['implementation_rel_l2']:.1e} + {got['approximation_rel_l2']:.3g}"
+    else:
+        error = f"{got['total_rel_l2']:.3g} in total"
+    return f"{time_ms:.4g} ms, {got['peak_memory_bytes'] / 2**20:.4g} MiB, error {error}"
 
 
 def _warn_if_busy(console: Console) -> None:

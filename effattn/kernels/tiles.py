@@ -23,7 +23,7 @@ from .softmax import Part, softmax_in_place
 
 __all__ = ["Problem", "tiled_attention"]
 
-_WORKSPACE_BYTES = 2 * 2**20  # of scores at a time: what two cores' second-level caches hold
+_WORKSPACE_BYTES = 4 * 2**20  # of scores at a time: small enough for a cache, large enough for a matrix product
 
 
 @dataclass(frozen=True)
@@ -396,13 +396,14 @@ def _backward(
                 torch.bmm(d_out, v.mT, out=d_weights)
                 if problem.dropout_p:
                     keep = tiles.keep(block, rows, keys)
-                    dv[:, keys].baddbmm_((weights * keep).mT, d_out)
+                    dv[:, keys] += torch.bmm((weights * keep).mT, d_out)
                     d_weights *= keep
                 else:
-                    dv[:, keys].baddbmm_(weights.mT, d_out)
+                    # Not baddbmm_: on a slice it goes head by head.
+                    dv[:, keys] += torch.bmm(weights.mT, d_out)
                 d_scores = d_weights.sub_(delta).mul_(weights)
                 dq.baddbmm_(d_scores, k)
-                dk[:, keys].baddbmm_(d_scores.mT, q)
+                dk[:, keys] += torch.bmm(d_scores.mT, q)
                 if d_bias is not None:
                     tiles.add_bias_grad(d_bias, block, rows, keys, d_scores)
             block.put(d_query, rows, dq.mul_(problem.scale))
