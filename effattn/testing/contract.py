@@ -222,6 +222,10 @@ def _matches(backend: Backend, example: Example) -> Outcome:
     reasons = backend.reasons(example.request())
     if reasons:
         return _is_refused(backend, example, reasons)
+    if not backend.capabilities.pattern:  # no dense reference to compare with: it runs, and gives finite numbers
+        result = run(backend, example)
+        assert all(bool(t.isfinite().all()) for t in (result.output, *result.grads)), "not finite"
+        return Outcome.HOLDS
     assert_close_to_reference(backend, example)
     return Outcome.HOLDS
 
