@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .masks import Everything, Mask, Window, evaluate
+from .masks import Everything, Mask, band_of, evaluate
 
 __all__ = ["attended_pairs", "density", "flops"]
 
@@ -35,10 +35,11 @@ def attended_pairs(
     mask.validate(batch_size, num_heads, query_len, key_len, offset)
     if isinstance(mask, Everything):
         return float(batch_size * num_heads * query_len * key_len)
-    if rows is None and isinstance(mask, Window) and mask.dilation == 1:
+    band, rest = band_of(mask)
+    if rows is None and isinstance(rest, Everything):
         positions = torch.arange(query_len, dtype=torch.int64) + offset
-        low = torch.zeros_like(positions) if mask.left is None else (positions - mask.left).clamp(0, key_len)
-        high = torch.full_like(positions, key_len) if mask.right is None else positions + mask.right + 1
+        low = torch.zeros_like(positions) if band.left is None else (positions - band.left).clamp(0, key_len)
+        high = torch.full_like(positions, key_len) if band.right is None else positions + band.right + 1
         per_head = (high.clamp(0, key_len) - low).clamp(min=0).sum()
         return float(batch_size * num_heads * per_head)
     index = torch.arange(query_len, device=device) if rows is None else rows

@@ -49,7 +49,7 @@ CAPTIONS = {
     "memory_vs_length": "Peak memory above what was allocated before the call.",
     "error_vs_length": (
         "Approximation error: dense attention over the keys that the backend chose, against full attention. "
-        "Dashed: the least error that any choice of as many keys could have."
+        "Dashed: keeping as many keys, those with the largest weights."
     ),
     "implementation_error_vs_length": (
         "Implementation error: the backend against dense attention over the keys that it chose. "
