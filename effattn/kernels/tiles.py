@@ -52,7 +52,7 @@ def tiled_attention(
     """Output and, in at least float32, the log-sum-exp ``[batch, heads, query_len]``.
 
     Both are differentiable, once. Without ``need_lse`` (and without gradients) the log-sum-exp is left out and
-    comes back empty, which saves two passes over each tile.
+    comes back empty.
     """
     if bias is not None and bias.dim() < 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
@@ -188,7 +188,6 @@ class _HeadBlock:
     batch: int
     kv_heads: slice
     heads: slice
-    group: int
     key: Tensor  # [kv_heads, key_len, head_dim]
     value: Tensor  # [kv_heads, key_len, value_dim]
 
@@ -247,7 +246,6 @@ class _Tiles:
                     batch,
                     slice(start, stop),
                     slice(start * self.group, stop * self.group),
-                    self.group,
                     key[batch, start:stop].to(self.dtype),
                     value[batch, start:stop].to(self.dtype),
                 )

@@ -422,8 +422,6 @@ def _gradcheck(backend: Backend, device: str) -> Outcome:
         return Outcome.REFUSED
     query, key, value, _ = example.inputs()
     with_lse = backend.capabilities.lse_grad
-    if isinstance(getattr(backend, "shared_qk", None), bool) and backend.shared_qk:  # type: ignore[attr-defined]
-        key = key.detach()  # its hash must not move while it is perturbed
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return attention(query, key, value, backend=backend, mask=example.mask(example), return_lse=with_lse)
