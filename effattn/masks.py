@@ -10,16 +10,21 @@ A mask answers three questions, and every backend, reference and figure is built
   cautious ("some"), never wrong;
 * ``key_range(rows, key_len, query_offset)``: the keys outside of which no row of a range sees anything.
 
+Engines that run eagerly may ask more sharply: ``for_batch`` looks at the tensors of one batch row, ``within`` leaves
+out what a rectangle does not need.
+
 ``dense(...)`` evaluates the predicate everywhere: slow, obvious, and what everything else is tested against.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import reduce
+from functools import cached_property, reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -72,6 +77,14 @@ class Mask:
     def key_range(self, rows: Range, key_len: int, query_offset: int) -> Range:
         """A range of keys outside of which no row in ``rows`` sees anything."""
         return 0, key_len
+
+    def within(self, rows: Range, keys: Range, query_offset: int) -> Mask:
+        """A mask, perhaps a simpler one, that agrees with this one on the rectangle ``rows`` x ``keys``."""
+        return Everything() if self.coverage(rows, keys, query_offset) is Coverage.ALL else self
+
+    def for_batch(self, index: int) -> Mask:
+        """The mask of one batch row. Its ``coverage`` and ``key_range`` may look at tensors, which no tracer can."""
+        return self
 
     def validate(self, batch_size: int, num_heads: int, query_len: int, key_len: int, query_offset: int) -> None:
         """Raise ``ValueError`` when the mask does not fit these sizes."""
@@ -296,6 +309,25 @@ class Padding(_HoldsTensor):
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.keep,)
 
+    def for_batch(self, index: int) -> Mask:
+        return _PaddingOfOne(self.keep[index : index + 1] if self.keep.shape[0] > 1 else self.keep)
+
+
+class _PaddingOfOne(Padding):
+    """Padding of one batch row, read from its tensor."""
+
+    @cached_property
+    def _kept_before(self) -> list[int]:
+        return [0, *accumulate(self.keep[0].tolist())]
+
+    def coverage(self, rows: Range, keys: Range, query_offset: int) -> Coverage:
+        kept = self._kept_before[keys[1]] - self._kept_before[keys[0]]
+        return Coverage.ALL if kept == keys[1] - keys[0] else Coverage.SOME if kept else Coverage.NONE
+
+    def key_range(self, rows: Range, key_len: int, query_offset: int) -> Range:
+        before = self._kept_before
+        return (bisect_right(before, 0) - 1, bisect_left(before, before[-1])) if before[-1] else (0, 0)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Documents(_HoldsTensor):
@@ -325,6 +357,30 @@ class Documents(_HoldsTensor):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.ids,)
+
+    def for_batch(self, index: int) -> Mask:
+        ids = self.ids[index : index + 1] if self.ids.shape[0] > 1 else self.ids
+        in_order = bool((ids[0, 1:] >= ids[0, :-1]).all())
+        return _DocumentsOfOne(ids) if in_order else self
+
+
+class _DocumentsOfOne(Documents):
+    """Documents of one batch row, one after the other in the order of their ids."""
+
+    @cached_property
+    def _list(self) -> list[int]:
+        return self.ids[0].tolist()
+
+    def coverage(self, rows: Range, keys: Range, query_offset: int) -> Coverage:
+        queries = _shift(rows, query_offset)
+        (first, last), (first_key, last_key) = ((self._list[r[0]], self._list[r[1] - 1]) for r in (queries, keys))
+        if last < first_key or last_key < first:
+            return Coverage.NONE
+        return Coverage.ALL if first == last == first_key == last_key else Coverage.SOME
+
+    def key_range(self, rows: Range, key_len: int, query_offset: int) -> Range:
+        queries = _shift(rows, query_offset)
+        return bisect_left(self._list, self._list[queries[0]]), bisect_right(self._list, self._list[queries[1] - 1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -484,6 +540,9 @@ class Taken(Mask):
         low, high = self.mask.key_range(_outer(self.rows, rows), outer_len, query_offset)
         return _clip((-((start - low) // step), (high - 1 - start) // step + 1), key_len)
 
+    def for_batch(self, index: int) -> Mask:
+        return dataclasses.replace(self, mask=self.mask.for_batch(index))
+
     @property
     def parts(self) -> tuple[Mask, ...]:
         return (self.mask,)
@@ -505,6 +564,9 @@ class _Join(Mask):
     @property
     def is_relative(self) -> bool:
         return all(mask.is_relative for mask in self.masks)
+
+    def for_batch(self, index: int) -> Mask:
+        return type(self)(tuple(mask.for_batch(index) for mask in self.masks))
 
     def validate(self, batch_size: int, num_heads: int, query_len: int, key_len: int, query_offset: int) -> None:
         for mask in self.masks:
@@ -531,6 +593,10 @@ class And(_Join):
         low, high = max(r[0] for r in ranges), min(r[1] for r in ranges)
         return low, max(low, high)
 
+    def within(self, rows: Range, keys: Range, query_offset: int) -> Mask:
+        everything: Mask = Everything()
+        return reduce(Mask.__and__, (mask.within(rows, keys, query_offset) for mask in self.masks), everything)
+
 
 @dataclass(frozen=True, repr=False)
 class Or(_Join):
@@ -547,6 +613,10 @@ class Or(_Join):
     def key_range(self, rows: Range, key_len: int, query_offset: int) -> Range:
         ranges = [r for r in (mask.key_range(rows, key_len, query_offset) for mask in self.masks) if r[0] < r[1]]
         return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
+
+    def within(self, rows: Range, keys: Range, query_offset: int) -> Mask:
+        seen = [m for m in self.masks if m.coverage(rows, keys, query_offset) is not Coverage.NONE]
+        return reduce(Mask.__or__, (m.within(rows, keys, query_offset) for m in seen)) if seen else self
 
 
 def evaluate(mask: Mask, batches: Tensor, heads: Tensor, rows: Tensor, keys: Tensor, query_offset: int) -> Tensor:

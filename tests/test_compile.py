@@ -55,7 +55,7 @@ def test_opcheck_of_the_tiles(with_bias):
     seed = torch.tensor(3) if with_bias else None
     torch.library.opcheck(
         tiles._tiles,
-        (*tensors(), bias, packed, held, 0.3, 0, 0.1 if with_bias else 0.0, seed, 64, 1024, False, True),
+        (*tensors(), bias, packed, held, 0.3, 0, 0.1 if with_bias else 0.0, seed, 64, 1024, 4096, False, True, True),
     )
 
 
@@ -68,5 +68,5 @@ def test_opcheck_of_the_sorted_chunks_and_their_plan():
     plan = list(hashing._plan(*plan_arguments))
     torch.library.opcheck(
         sorted_chunks._sorted_chunks,
-        (query, key, value, plan, 4, 8, packed, held, 0.3, 0, False, True, 0.1, torch.tensor(3)),
+        (query, key, value, plan, 4, 8, False, packed, held, 0.3, 0, False, True, 0.1, torch.tensor(3)),
     )

@@ -54,6 +54,7 @@ class Chunked(Backend):
             draw_seed() if dropout_p else None,
             query_tile=self.query_chunk,
             key_tile=self.key_chunk,
+            widest=self.key_chunk,
         )
         output, lse = tiled_attention(query, key, value, problem, bias=bias, need_lse=return_lse)
         return output, lse if return_lse else None

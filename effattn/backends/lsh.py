@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..backend import Backend, Capabilities, Request, register
-from ..dropout import draw_seed, keep_scale
+from ..dropout import draw_seed
 from ..kernels.hashing import plan_chunks
-from ..kernels.merge import merge
 from ..kernels.sorted_chunks import ChunkPlan, Chunks, chunked_rounds
 from ..masks import Mask, padding_of
 from ..reference import BiasFunction
@@ -80,10 +79,9 @@ class LSH(Backend):
         if not self.shared_qk:
             return mask & found
         chunks = Chunks(plan, mask, 1.0, query_offset, exclude_self=True, once=self.count == "once")
-        # Attention among zeros counts keys: a row whose log-sum-exp is -inf sees none but itself.
-        blank = torch.zeros_like(query[..., :1])
-        _, lse = chunked_rounds(blank, torch.zeros_like(key[..., :1]), torch.zeros_like(key[..., :1]), chunks)
-        return mask & replace(found, alone=lse == -torch.inf)
+        blank_query, blank_key = torch.zeros_like(query[..., :1]), torch.zeros_like(key[..., :1])
+        _, _, alone = chunked_rounds(blank_query, blank_key, blank_key, chunks)
+        return mask & replace(found, alone=alone)
 
     def reference_bias(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> BiasFunction | None:
         """With ``count="per_round"`` a pair that c rounds find counts c times: log c on its score."""
@@ -123,10 +121,8 @@ class LSH(Backend):
             dropout_p=dropout_p,
             dropout_seed=draw_seed() if dropout_p else None,
         )
-        output, lse = chunked_rounds(query, key, value, chunks)
-        if self.shared_qk:
-            output, lse = _fall_back_to_self(output, lse, query, key, value, chunks)
-        return output.to(query.dtype), lse if return_lse else None
+        output, lse, _ = chunked_rounds(query, key, value, chunks)
+        return output, lse if return_lse else None
 
     def _plan(self, query: Tensor, key: Tensor, mask: Mask, query_offset: int) -> ChunkPlan:
         return plan_chunks(
@@ -163,21 +159,5 @@ class _Found(Mask):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.plan.key_rank, self.plan.row_start)
+        return (self.plan.key_rank, self.plan.row_rank, self.plan.chunk_start)
 
-
-def _fall_back_to_self(
-    output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, chunks: Chunks
-) -> tuple[Tensor, Tensor]:
-    """Where a token saw no other key, it attends to itself, if the mask lets it."""
-    batch_size, num_heads, length, _ = query.shape
-    device = query.device
-    index = torch.arange(length, device=device)
-    batch = torch.arange(batch_size, device=device)[:, None, None]
-    head = torch.arange(num_heads, device=device)[:, None]
-    alone = (lse == -torch.inf) & chunks.mask.allows(batch, head, index, index, chunks.query_offset)
-    own = (query.to(lse.dtype) * key.to(lse.dtype)).sum(-1) * chunks.scale
-    value = value.to(output.dtype)
-    if chunks.dropout_seed is not None:
-        value = value * keep_scale(chunks.dropout_p, chunks.dropout_seed, batch, head, index, index)[..., None]
-    return merge([(output, lse), (value, own.masked_fill(~alone, -torch.inf))])

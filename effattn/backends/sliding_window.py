@@ -15,8 +15,10 @@ from ..kernels.merge import merge
 from ..kernels.tiles import Problem, tiled_attention
 from ..masks import Global, Mask, Padding, Taken, Window
 
+_ROWS_OF_FEW_KEYS = 1024
+
 Selection = slice | Tensor | None
-Part = Callable[[Mask, Selection, Selection, bool], tuple[Tensor, Tensor]]
+Part = Callable[..., tuple[Tensor, Tensor]]
 
 
 @register
@@ -84,7 +86,9 @@ class SlidingWindow(Backend):
         if bias is not None:
             bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
 
-        def part(inner: Mask, rows: Selection, keys: Selection, need_lse: bool) -> tuple[Tensor, Tensor]:
+        def part(
+            inner: Mask, rows: Selection, keys: Selection, need_lse: bool, query_tile: int = 64
+        ) -> tuple[Tensor, Tensor]:
             """Attention of some rows over some keys, under the mask as the whole problem states it."""
             whole = rows is None and keys is None
             return tiled_attention(
@@ -97,6 +101,7 @@ class SlidingWindow(Backend):
                     query_offset,
                     dropout_p,
                     seed,
+                    query_tile,
                     # Parts to be joined keep their precision until they are.
                     wide_output=bool(tokens),
                 ),
@@ -112,13 +117,13 @@ class SlidingWindow(Backend):
         # Each pair once: the band without the global keys, the global keys, then the rows of global queries whole.
         band = band & Padding(~_marks(tokens, key.shape[2], key.device))
         local = self._band(part, band, query, value.shape[3], query_offset, True)
-        output, lse = merge([local, part(mask, None, _index(tokens, key.device), True)])
+        output, lse = merge([local, part(mask, None, _index(tokens, key.device), True, _ROWS_OF_FEW_KEYS)])
         rows = [tuple(t - query_offset for t in row if 0 <= t - query_offset < query.shape[2]) for row in tokens]
         if any(rows):
             index = _index(rows, query.device)
             global_output, global_lse = part(mask, index, None, True)
-            output = _put_rows(output, index, global_output)
-            lse = _put_rows(lse[..., None], index, global_lse[..., None])[..., 0]
+            output = _put_rows(output, rows, global_output)
+            lse = _put_rows(lse, rows, global_lse)
         return output.to(query.dtype), lse if return_lse else None
 
     def _band(
@@ -185,9 +190,11 @@ def _take_bias(bias: Tensor, rows: Selection, keys: Selection) -> Tensor:
     return bias
 
 
-def _put_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """``tensor`` ``[batch, heads, n, d]`` with its rows ``rows`` ``[batch or 1, m]`` replaced; -1 goes nowhere."""
-    source = torch.full((rows.shape[0], tensor.shape[2] + 1), -1, dtype=torch.int64, device=rows.device)
-    source.scatter_(1, rows % (tensor.shape[2] + 1), torch.arange(rows.shape[1], device=rows.device).expand_as(rows))
-    source = source[:, :-1].expand(tensor.shape[0], -1)[:, None, :, None]
-    return torch.where(source >= 0, torch.take_along_dim(values, source.clamp(min=0), 2), tensor)
+def _put_rows(tensor: Tensor, rows: list[tuple[int, ...]], values: Tensor) -> Tensor:
+    """``tensor`` ``[batch, heads, n, ...]`` with some rows, the same for all batch rows or of each, replaced."""
+    if len(rows) == 1:
+        rows = rows * tensor.shape[0]
+    places = [(batch, row, slot) for batch, of_batch in enumerate(rows) for slot, row in enumerate(of_batch)]
+    batch, row, slot = torch.tensor(places, device=tensor.device).T
+    put = values.transpose(1, 2)[batch, slot]
+    return tensor.transpose(1, 2).index_put((batch, row), put).transpose(1, 2)

@@ -52,8 +52,7 @@ def plan_chunks(
         shared,
         seed,
     )
-    row_order, key_order, key_rank, chunk_start, row_start = parts
-    return ChunkPlan(row_order, key_order, key_rank, chunk_start, row_start, chunk_size, width)
+    return ChunkPlan(*parts, chunk_size, width, regular=shared and keep is None)
 
 
 @torch.library.custom_op("effattn::plan_chunks", mutates_args=())
@@ -79,7 +78,6 @@ def _plan(
         keep = keep.expand(key.shape[0], key_len)
         key_buckets.masked_fill_(~keep[:, None], beyond)
     key_codes, key_order = (key_buckets * key_len + positions).sort(dim=-1)
-    key_rank = torch.empty_like(key_order).scatter_(-1, key_order, positions.expand_as(key_order))
 
     if shared:
         row_codes, row_order = key_codes, key_order
@@ -103,10 +101,9 @@ def _plan(
         latest = (keep.sum(-1) - width).clamp(min=0)[:, None, None]
     chunk_start = torch.minimum((ends + look_ahead * chunk_size - width).clamp(min=0), latest)
 
-    by_rank = chunk_start.repeat_interleave(chunk_size, dim=-1)[..., :query_len]
-    row_start = torch.empty_like(row_order).scatter_(-1, row_order, by_rank)
-    filled = F.pad(row_order, (0, num_chunks * chunk_size - query_len), value=query_len)
-    return filled.int(), key_order.int(), key_rank.int(), chunk_start.int(), row_start.int()
+    row_rank = _inverse(row_order)
+    filled = F.pad(row_order.int(), (0, num_chunks * chunk_size - query_len), value=query_len)
+    return filled, row_rank, key_order.int(), _inverse(key_order), chunk_start.int()
 
 
 @_plan.register_fake
@@ -114,8 +111,20 @@ def _(query, key, keep, query_offset, chunk_size, num_hashes, *rest):  # type: i
     rows, keys = (num_hashes, *query.shape[:2]), (num_hashes, *key.shape[:2])
     query_len, key_len = query.shape[2], key.shape[2]
     num_chunks = -(-query_len // chunk_size)
-    shapes = ((*rows, num_chunks * chunk_size), (*keys, key_len), (*keys, key_len), (*rows, num_chunks))
-    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in (*shapes, (*rows, query_len)))
+    shapes = (
+        (*rows, num_chunks * chunk_size),
+        (*rows, query_len),
+        (*keys, key_len),
+        (*keys, key_len),
+        (*rows, num_chunks),
+    )
+    return tuple(query.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The rank of each index in orders ``[..., n]``, as int32."""
+    ranks = torch.arange(order.shape[-1], dtype=torch.int32, device=order.device)
+    return torch.empty_like(order, dtype=torch.int32).scatter_(-1, order, ranks.expand_as(order))
 
 
 def _rotations(
@@ -137,8 +146,8 @@ def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
     """The bucket of each vector in each round, ``[rounds, batch, heads, n]``."""
     num_hashes = rotations[0].shape[0]
     buckets = torch.zeros(num_hashes, *vectors.shape[:3], dtype=torch.int64, device=vectors.device)
-    widest = max(rotation.shape[2] for rotation in rotations)
-    rows_at_once = max(1, _PROJECTED // (num_hashes * widest))
+    directions = torch.cat([rotation.mT.flatten(0, 1) for rotation in rotations])
+    rows_at_once = max(1, _PROJECTED // len(directions))
     for batch in range(vectors.shape[0]):
         for head in range(vectors.shape[1]):
             # A block at a time: the projections are larger than the vectors.
@@ -147,10 +156,23 @@ def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
                 buckets[:, batch, head].split(rows_at_once, dim=1),
                 strict=True,
             ):
-                for rotation in rotations:
-                    projected = x.float() @ rotation
-                    high, high_at = projected.max(dim=-1)
-                    low, low_at = projected.min(dim=-1)
-                    half = rotation.shape[2]
-                    found.mul_(2 * half).add_(torch.where(high >= -low, high_at, low_at + half))
+                projected = directions @ x.float().mT
+                for part in projected.split([num_hashes * rotation.shape[2] for rotation in rotations]):
+                    nearest, half = _nearest(part.view(num_hashes, -1, len(x))), len(part) // num_hashes
+                    found.mul_(2 * half).add_(nearest)
     return buckets
+
+
+def _nearest(projected: Float[Tensor, "rounds directions n"]) -> Tensor:
+    """Which of the directions +-R a vector is nearest to, ``[rounds, n]``; the negative ones come second.
+
+    The index takes the place of the projection's last bits, so that one maximum and one minimum, which are much
+    faster than those that return an index, find both. It is read back from there. Overwrites ``projected``.
+    """
+    half = projected.shape[1]
+    last_bits = (1 << (half - 1).bit_length()) - 1
+    index = torch.arange(half, dtype=torch.int32, device=projected.device)[:, None]
+    projected.view(torch.int32).bitwise_and_(~last_bits).bitwise_or_(index)
+    high, low = projected.amax(1), projected.amin(1)
+    at, low_at = (extreme.view(torch.int32) & last_bits for extreme in (high, low))
+    return torch.where(high >= -low, at, low_at + half)

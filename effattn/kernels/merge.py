@@ -24,6 +24,8 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     weights = (lses.masked_fill(nothing, 0.0) - peak).exp().masked_fill(nothing, 0.0)
     total = weights.sum(0).masked_fill(empty, 1.0)
     shares = (weights / total)[..., None]
-    output = sum(share * out.to(share.dtype) for share, (out, _) in zip(shares, parts, strict=True))
-    assert isinstance(output, Tensor)
+    outputs = [out.to(shares.dtype) for out, _ in parts]
+    output = shares[0] * outputs[0]
+    for share, out in zip(shares[1:], outputs[1:], strict=True):
+        output = torch.addcmul(output, share, out)
     return output.to(parts[0][0].dtype), (peak + total.log()).masked_fill(empty, -torch.inf)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "softmax_in_place"]
+__all__ = ["Part", "softmax_gradient_in_place", "softmax_in_place"]
 
 
 @dataclass
@@ -36,16 +36,27 @@ class Part:
         return Part(output, peak, total)
 
 
-def softmax_in_place(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Overwrite ``scores`` with their softmax; peak and total come back. A row of -inf gives weights of 0."""
-    peak = scores.amax(-1, keepdim=True)
-    empty = peak == -torch.inf
-    some_empty = bool(empty.any())
-    if some_empty:
-        scores.masked_fill_(empty, 0.0)
+def softmax_in_place(
+    scores: Tensor, empty: Tensor | None, *, need_statistics: bool = True
+) -> tuple[Tensor, Tensor] | None:
+    """Overwrite ``scores`` with their softmax; peak and total come back where they are asked for.
+
+    ``empty`` marks the rows that see nothing, ``[..., rows, 1]``: finite scores there give weights of 0, a peak of
+    -inf and a total of 0. Elsewhere some score of each row is finite.
+    """
+    peak = scores.amax(-1, keepdim=True) if need_statistics else None
     torch.softmax(scores, -1, out=scores)
-    total = scores.amax(-1, keepdim=True).reciprocal_()  # the weight of the peak is 1 / total
-    if some_empty:
+    total = scores.amax(-1, keepdim=True).reciprocal_() if need_statistics else None  # the peak's weight is 1 / total
+    if empty is not None:
         scores.masked_fill_(empty, 0.0)
+    if peak is None or total is None:
+        return None
+    if empty is not None:
+        peak.masked_fill_(empty, -torch.inf)
         total.masked_fill_(empty, 0.0)
     return peak, total
+
+
+def softmax_gradient_in_place(d_weights: Tensor, weights: Tensor) -> Tensor:
+    """Overwrite the gradient of softmax's result with that of the scores."""
+    return torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=d_weights)
