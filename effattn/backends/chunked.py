@@ -23,8 +23,8 @@ class Chunked(Backend):
     """
 
     name = "chunked"
-    query_chunk: int = 256
-    key_chunk: int = 1024
+    query_chunk: int = 512
+    key_chunk: int = 512
 
     def __post_init__(self) -> None:
         self._require_int("query_chunk", 1)

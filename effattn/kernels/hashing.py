@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .sorted_chunks import ChunkPlan
+from .workspace import Workspace
 
 __all__ = ["plan_chunks"]
 
@@ -148,6 +149,7 @@ def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
     buckets = torch.zeros(num_hashes, *vectors.shape[:3], dtype=torch.int64, device=vectors.device)
     directions = torch.cat([rotation.mT.flatten(0, 1) for rotation in rotations])
     rows_at_once = max(1, _PROJECTED // len(directions))
+    workspace = Workspace(torch.float32, vectors.device)
     for batch in range(vectors.shape[0]):
         for head in range(vectors.shape[1]):
             # A block at a time: the projections are larger than the vectors.
@@ -156,7 +158,8 @@ def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
                 buckets[:, batch, head].split(rows_at_once, dim=1),
                 strict=True,
             ):
-                projected = directions @ x.float().mT
+                projected = workspace("projected", len(directions), len(x))
+                torch.mm(directions, workspace.convert("x", x).mT, out=projected)
                 for part in projected.split([num_hashes * rotation.shape[2] for rotation in rotations]):
                     nearest, half = _nearest(part.view(num_hashes, -1, len(x))), len(part) // num_hashes
                     found.mul_(2 * half).add_(nearest)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "softmax_gradient_in_place", "softmax_in_place"]
+__all__ = ["Part", "calm_empty_rows", "product_dtype", "softmax_gradient_in_place", "softmax_in_place"]
 
 
 @dataclass
@@ -60,3 +60,21 @@ def softmax_in_place(
 def softmax_gradient_in_place(d_weights: Tensor, weights: Tensor) -> Tensor:
     """Overwrite the gradient of softmax's result with that of the scores."""
     return torch.ops.aten._softmax_backward_data.out(d_weights, weights, -1, weights.dtype, grad_input=d_weights)
+
+
+def calm_empty_rows(scores: Tensor) -> Tensor | None:
+    """Overwrite rows of nothing but -inf with 0, and mark them ``[..., rows, 1]``; None: there are none."""
+    empty = scores.amax(-1, keepdim=True) == -torch.inf
+    if not empty.any():
+        return None
+    scores.masked_fill_(empty, 0.0)
+    return empty
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of products of weights for inputs of ``dtype``, where the sum is rounded to ``dtype`` anyway.
+
+    As fused attention does it: weights of bfloat16, summed in float32, where the processor is fast at that.
+    """
+    is_fast = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype if is_fast else torch.promote_types(dtype, torch.float32)

@@ -1,16 +1,17 @@
 """Attention of sorted chunks: what LSH attention computes once hashing has put likely pairs side by side.
 
 In each round the rows and the keys stand in an order of their own; a chunk of neighbouring rows attends to a
-window of neighbouring keys. One head is sorted at a time and its windows are overlapping views, so a round is a few
-batched products. Rounds are joined as they come by their log-sum-exps: nothing of size rounds x n x d exists. A pair
-that several rounds find is counted in the first of them alone, or, on request, in each. The backward pass recomputes
-the scores from the output and the log-sum-exp.
+window of neighbouring keys. A tile, some chunks of one head, is gathered into memory that stays in the cache; its
+windows are overlapping views. What it gives goes back by index and is joined with earlier rounds there, so nothing of
+size rounds x n x d exists. A pair that several rounds find is counted in the first of them alone, or, on request, in
+each. The backward pass recomputes the scores from the output and the log-sum-exp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import count, pairwise
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch import Tensor
 from ..dropout import keep_scale
 from ..masks import Everything, Mask, pack, unpack
 from .overlapping import add_to_windows, windows
-from .softmax import Part, softmax_in_place
+from .softmax import Part, calm_empty_rows, product_dtype, softmax_in_place
+from .workspace import Workspace
 
 __all__ = ["ChunkPlan", "Chunks", "chunked_rounds"]
 
-_WORKSPACE_BYTES = 2 * 2**20  # of scores at a time
+_MOST_SCORES = 2**19  # at a time
 
 
 @dataclass(frozen=True)
@@ -205,96 +207,101 @@ _sorted_chunks.register_autograd(_differentiate, setup_context=_save)
 class _Tile:
     """Some chunks of a round, one after the other, and their windows of keys."""
 
-    first: int
+    index: int  # of the round
+    rows: Tensor  # [count * chunk_size], int64; query_len where filled up
+    keys: Tensor  # int64; [(count - 1) * chunk_size + width], or [count * width] where windows start anywhere
     count: int
     chunk_size: int
     width: int
-    first_key: int = 0  # of the first chunk, by rank; each next window starts one chunk further
-    ranks: Tensor | None = None  # [count, width], where windows start anywhere
+    overlapping: bool
+    ahead: int  # by how many ranks the first row stands before the first key, where that is the same in each round
 
-    def rows(self, by_rank: Tensor) -> Tensor:
-        """Those of ``[num_chunks * chunk_size, ...]`` as ``[count, chunk_size, ...]``, a view."""
-        rows = by_rank[self.first * self.chunk_size : (self.first + self.count) * self.chunk_size]
-        return rows.view(self.count, self.chunk_size, *by_rank.shape[1:])
+    def chunks(self, rows: Tensor) -> Tensor:
+        """``[count * chunk_size, ...]`` as ``[count, chunk_size, ...]``."""
+        return rows.view(self.count, self.chunk_size, *rows.shape[1:])
 
-    def keys(self, by_rank: Tensor) -> Tensor:
-        """Those of ``[key_len, dim]`` as ``[count, width, dim]``."""
-        if self.ranks is not None:
-            return _rows(by_rank, self.ranks)
-        return windows(by_rank[self.first_key :], self.count, self.width, self.chunk_size)
+    def windows(self, keys: Tensor) -> Tensor:
+        """One row for each of ``keys``, ``[..., dim]``, as ``[count, width, dim]``; a view."""
+        if self.overlapping:
+            return windows(keys, self.count, self.width, self.chunk_size)
+        return keys.view(self.count, self.width, -1)
 
-    def add_to_keys(self, by_rank: Tensor, weights: Tensor, rows: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha * weights.mT @ rows`` to the keys of ``[key_len, dim]``."""
-        if self.ranks is not None:
-            index = self.ranks.flatten().long()[:, None].expand(-1, by_rank.shape[1])
-            by_rank.scatter_add_(0, index, torch.bmm(weights.mT, rows).mul_(alpha).flatten(0, 1))
+    def add_to_windows(self, target: Tensor, weights: Tensor, rows: Tensor) -> None:
+        """Add ``weights.mT @ rows`` to one row for each of ``keys``, which is 0 so far."""
+        if self.overlapping:
+            add_to_windows(target, weights, rows, self.chunk_size)
         else:
-            add_to_windows(by_rank[self.first_key :], weights, rows, self.chunk_size, alpha)
+            torch.bmm(weights.mT, rows, out=self.windows(target))
 
 
 class _Head:
     """One query head: its orders and tiles in each round, and which pairs of a tile count."""
 
-    def __init__(self, chunks: Chunks, batch: int, head: int, kv_head: int, dtype: torch.dtype) -> None:
+    def __init__(self, chunks: Chunks, batch: int, head: int, kv_head: int, workspace: Workspace) -> None:
         plan = chunks.plan
-        self.chunks, self.plan = chunks, plan
+        self.chunks, self.plan, self.workspace = chunks, plan, workspace
         self.at, self.kv_at = (batch, head), (batch, kv_head)
         device = plan.row_order.device
         self._batch, self._head = torch.tensor(batch, device=device), torch.tensor(head, device=device)
-        self._query_len, self._key_len = plan.row_rank.shape[3], plan.key_rank.shape[3]
+        self._query_len = plan.row_rank.shape[3]
+        self._rounds: list[tuple[Tensor, Tensor]] = []
         self._masked = not isinstance(chunks.mask, Everything)
-        self._at_once = max(1, _WORKSPACE_BYTES // (plan.chunk_size * plan.width * dtype.itemsize))
-        self._workspaces: dict[str, Tensor] = {}
+        self._at_once = max(1, _MOST_SCORES // (plan.chunk_size * plan.width))
 
     def tiles(self, index: int) -> Iterator[_Tile]:
         """All tiles of a round."""
         plan = self.plan
-        starts = plan.chunk_start[(index, *self.at)]
         size, width = plan.chunk_size, plan.width
-        if plan.regular:
-            first_keys = starts.tolist()
-            breaks = [i for i, (before, after) in enumerate(pairwise(first_keys), 1) if after - before != size]
-            for start, stop in pairwise([0, *breaks, len(first_keys)]):
-                for first in range(start, stop, self._at_once):
-                    yield _Tile(first, min(self._at_once, stop - first), size, width, first_keys[first])
-        else:
-            span = torch.arange(width, device=starts.device, dtype=torch.int32)
+        rows = plan.row_order[(index, *self.at)].long()
+        keys = plan.key_order[(index, *self.kv_at)].long()
+        starts = plan.chunk_start[(index, *self.at)]
+        if not plan.regular:
+            span = torch.arange(width, device=starts.device)
             for first, some in zip(count(0, self._at_once), starts.split(self._at_once), strict=False):
-                yield _Tile(first, len(some), size, width, ranks=some[:, None] + span)
+                in_tile = rows[first * size : (first + len(some)) * size]
+                yield _Tile(index, in_tile, keys[some[:, None] + span].flatten(), len(some), size, width, False, 0)
+            return
+        first_keys = starts.tolist()
+        breaks = [i for i, (before, after) in enumerate(pairwise(first_keys), 1) if after - before != size]
+        for begin, end in pairwise([0, *breaks, len(first_keys)]):
+            for first in range(begin, end, self._at_once):
+                stop, first_key = min(first + self._at_once, end), first_keys[first]
+                in_tile = rows[first * size : stop * size]
+                in_windows = keys[first_key : first_key + (stop - 1 - first) * size + width]
+                ahead = first * size - first_key
+                yield _Tile(index, in_tile, in_windows, stop - first, size, width, True, ahead)
 
-    def workspace(self, name: str, tile: _Tile, like: Tensor) -> Tensor:
-        """Room for a tile of scores; the same memory for the same name each time."""
-        if name not in self._workspaces:
-            size = self._at_once * tile.chunk_size * tile.width
-            self._workspaces[name] = like.new_empty(size)
-        return self._workspaces[name][: tile.count * tile.chunk_size * tile.width].view(tile.count, -1, tile.width)
+    def gather(self, name: str, tensor: Tensor, index: Tensor) -> Tensor:
+        """``tensor[index]`` ``[n, dim]`` in the workspace, in ``tensor``'s dtype."""
+        out = self.workspace(name, len(index), tensor.shape[1], dtype=tensor.dtype)
+        return torch.index_select(tensor, 0, index, out=out)
 
-    def scores(self, index: int, tile: _Tile, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scaled and masked scores in the workspace, and which rows see nothing (None: every row sees).
+    def gather_wide(self, name: str, tensor: Tensor, index: Tensor) -> Tensor:
+        """``tensor[index]`` in the dtype of accumulation."""
+        return self.workspace.convert(f"wide {name}", self.gather(name, tensor, index))
 
-        The scores of rows that see nothing are not masked, so that their softmax is finite.
-        """
-        out, scale = self.workspace("scores", tile, q), self.chunks.scale
-        if not self._masked and self.plan.regular and self.chunks.exclude_self and not (self.chunks.once and index):
+    def scores(self, tile: _Tile, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled scores in the workspace, -inf where a pair does not count."""
+        chunks, scale = self.chunks, self.chunks.scale
+        out = self.workspace("scores", tile.count, tile.chunk_size, tile.width)
+        if chunks.exclude_self and self.plan.regular:
             # The token itself stands on one diagonal of all windows.
-            diagonal = torch.zeros(tile.chunk_size, tile.width, dtype=q.dtype, device=q.device)
-            diagonal.diagonal(tile.first * tile.chunk_size - tile.first_key).fill_(-torch.inf)
-            if tile.width > 1:
-                return torch.baddbmm(diagonal.expand_as(out), q, k.mT, alpha=scale, out=out), None
-        torch.baddbmm(out, q, k.mT, beta=0, alpha=scale, out=out)
-        hidden = self._hidden(index, tile)
-        if hidden is None:
-            return out, None
-        empty = hidden.all(-1, keepdim=True)
-        if not empty.any():
-            return out.masked_fill_(hidden, -torch.inf), None
-        return out.masked_fill_(hidden & ~empty, -torch.inf), empty
+            torch.baddbmm(out, q, k.mT, beta=0, alpha=scale, out=out).diagonal(tile.ahead, 1, 2).fill_(-torch.inf)
+        else:
+            torch.baddbmm(out, q, k.mT, beta=0, alpha=scale, out=out)
+        hidden = list(self._hidden(tile))
+        return out.masked_fill_(reduce(torch.logical_or, hidden), -torch.inf) if hidden else out
 
-    def keep(self, index: int, tile: _Tile) -> Tensor:
+    def may_have_empty_rows(self, tile: _Tile) -> bool:
+        """Whether the scores of some row may all be -inf."""
+        only_itself = self.plan.regular and tile.width > 1
+        return self._masked or (self.chunks.once and tile.index > 0) or (self.chunks.exclude_self and not only_itself)
+
+    def keep(self, tile: _Tile) -> Tensor:
         """The dropout factors of a tile."""
         chunks = self.chunks
         assert chunks.dropout_seed is not None
-        rows, keys = (t.long() for t in self._positions(index, tile))
+        rows, keys = self._positions(tile)
         return keep_scale(chunks.dropout_p, chunks.dropout_seed, self._batch, self._head, rows, keys)
 
     def fall_back(self, alone: Tensor, tensor: Tensor) -> Tensor:
@@ -310,83 +317,75 @@ class _Head:
         rows = torch.arange(self._query_len, device=self._batch.device)
         return self.chunks.mask.allows(self._batch, self._head, rows, rows, self.chunks.query_offset)
 
-    def _hidden(self, index: int, tile: _Tile) -> Tensor | None:
-        """Which pairs of the tile do not count in this round, ``[count, chunk_size, width]``; None: none."""
-        chunks, hidden = self.chunks, []
-        rows, keys = self._positions(index, tile)
+    def _hidden(self, tile: _Tile) -> Iterator[Tensor]:
+        """Pairs of the tile that do not count in this round, broadcastable to ``[count, chunk_size, width]``."""
+        chunks = self.chunks
         if self._masked:
-            hidden.append(~chunks.mask.allows(self._batch, self._head, rows, keys, chunks.query_offset))
-        if chunks.exclude_self:
-            hidden.append(keys == rows + chunks.query_offset)
+            rows, keys = self._positions(tile)
+            yield ~chunks.mask.allows(self._batch, self._head, rows, keys, chunks.query_offset)
+        if chunks.exclude_self and not self.plan.regular:
+            rows, keys = self._positions(tile)
+            yield keys == rows + chunks.query_offset
         if chunks.once:
-            hidden += [
-                self.plan.within(_key_columns(tile, ranks) - tile.rows(starts)[..., None])
-                for starts, ranks in self._met_before(index)
-            ]
-        if not hidden:
-            return None
-        total = hidden[0]
-        for part in hidden[1:]:
-            total = total.logical_or_(part) if total.shape == part.shape else total | part
-        return total
+            of_rows = tile.rows.clamp(max=self._query_len - 1)
+            for starts, ranks in self._earlier(tile.index):
+                start, rank = (t.index_select(0, i)[:, None] for t, i in ((starts, of_rows), (ranks, tile.keys)))
+                yield self.plan.within(tile.windows(rank).mT - tile.chunks(start))
 
-    def _positions(self, index: int, tile: _Tile) -> tuple[Tensor, Tensor]:
+    def _positions(self, tile: _Tile) -> tuple[Tensor, Tensor]:
         """Rows ``[count, chunk_size, 1]`` and keys ``[count, 1, width]``; filled up rows repeat the last one."""
-        rows = tile.rows(self.plan.row_order[(index, *self.at)]).clamp(max=self._query_len - 1)
-        return rows[..., None], _key_columns(tile, self.plan.key_order[(index, *self.kv_at)])
+        rows = tile.rows.clamp(max=self._query_len - 1)
+        return tile.chunks(rows[:, None]), tile.windows(tile.keys[:, None]).mT
 
-    def _met_before(self, index: int) -> list[tuple[Tensor, Tensor]]:
-        """For each earlier round, in this round's order: where rows' windows start there, and the ranks of keys."""
-        if self._met is None or self._met[0] != index:
-            plan = self.plan
-            rows = plan.row_order[(index, *self.at)].clamp(max=self._query_len - 1)
-            keys = plan.key_order[(index, *self.kv_at)]
-            dtype = torch.int16 if self._key_len < 2**15 else torch.int32
-            met = []
-            for earlier in range(index):
-                chunk = plan.row_rank[(earlier, *self.at)] // plan.chunk_size
-                starts = plan.chunk_start[(earlier, *self.at)].to(dtype)
-                met.append((starts[chunk[rows]], plan.key_rank[(earlier, *self.kv_at)].to(dtype)[keys]))
-            self._met = (index, met)
-        return self._met[1]
-
-    _met: tuple[int, list[tuple[Tensor, Tensor]]] | None = None
+    def _earlier(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """For each earlier round, where each row's window starts and the rank of each key."""
+        plan = self.plan
+        dtype = torch.int16 if plan.key_rank.shape[3] < 2**15 else torch.int32
+        while len(self._rounds) < index:
+            at, kv_at = (len(self._rounds), *self.at), (len(self._rounds), *self.kv_at)
+            starts = plan.chunk_start[at].to(dtype)[plan.row_rank[at] // plan.chunk_size]
+            self._rounds.append((starts, plan.key_rank[kv_at].to(dtype)))
+        return self._rounds[:index]
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    plan, value_dim = chunks.plan, value.shape[3]
+    dtype, narrow = torch.promote_types(query.dtype, torch.float32), product_dtype(query.dtype)
+    query_len, value_dim = query.shape[2], value.shape[3]
     output = query.new_empty(*query.shape[:3], value_dim)
     lse = query.new_empty(query.shape[:3], dtype=dtype)
     alone = torch.zeros(query.shape[:3], dtype=torch.bool, device=query.device)
     for head in _heads(query, key, chunks, dtype):
-        q, k, v = query[head.at].to(dtype), key[head.kv_at].to(dtype), value[head.kv_at].to(dtype)
-        blank_q, joined = _with_blank_row(q), None
-        for index in range(plan.num_rounds):
-            row_order, key_order = plan.row_order[(index, *head.at)], plan.key_order[(index, *head.kv_at)]
-            sorted_q, sorted_k, sorted_v = _rows(blank_q, row_order), _rows(k, key_order), _rows(v, key_order)
-            found = Part(*(q.new_empty(len(row_order), n) for n in (value_dim, 1, 1)))
+        q, k, v = query[head.at], key[head.kv_at], value[head.kv_at].to(narrow)
+        blank_q = _with_blank_row(q)
+        # Of each row: the output, and peak and total side by side.
+        outputs, statistics = (head.workspace(f"joined {n}", query_len + 1, n) for n in (value_dim, 2))
+        for index in range(chunks.plan.num_rounds):
             for tile in head.tiles(index):
-                weights, empty = head.scores(index, tile, tile.rows(sorted_q), tile.keys(sorted_k))
-                statistics = softmax_in_place(weights, empty)
-                assert statistics is not None
-                for whole, part in zip((found.peak, found.total), statistics, strict=True):
-                    tile.rows(whole).copy_(part)
+                q_tile = tile.chunks(head.gather_wide("q", blank_q, tile.rows))
+                weights = head.scores(tile, q_tile, tile.windows(head.gather_wide("k", k, tile.keys)))
+                empty = calm_empty_rows(weights) if head.may_have_empty_rows(tile) else None
+                peak_and_total = softmax_in_place(weights, empty)
+                assert peak_and_total is not None
                 if chunks.dropout_p:
-                    weights *= head.keep(index, tile)
-                torch.bmm(weights, tile.keys(sorted_v), out=tile.rows(found.output))
-            rank = plan.row_rank[(index, *head.at)]
-            found = Part(*(_rows(t, rank) for t in (found.output, found.peak, found.total)))
-            joined = found if joined is None else joined.join(found)
-        assert joined is not None
-        row_lse = joined.lse[:, 0]
+                    weights *= head.keep(tile)
+                weights = head.workspace.convert("narrow weights", weights, narrow)
+                found = head.workspace("found", *weights.shape[:2], value_dim, dtype=narrow)
+                torch.bmm(weights, tile.windows(head.gather("v", v, tile.keys)), out=found)
+                found = head.workspace.convert("wide found", found)
+                part = Part(*(t.flatten(0, 1) for t in (found, *peak_and_total)))
+                if index:
+                    before = head.gather("before", statistics, tile.rows)
+                    part = Part(head.gather("output before", outputs, tile.rows), *before.split(1, 1)).join(part)
+                outputs.index_copy_(0, tile.rows, part.output)
+                statistics.index_copy_(0, tile.rows, torch.cat([part.peak, part.total], 1))
+        joined = Part(outputs[:query_len], *statistics[:query_len].split(1, 1))
+        output[head.at], lse[head.at] = joined.output, joined.lse[:, 0]
         if chunks.exclude_self:
             itself = (joined.total[:, 0] == 0).logical_and_(head.may_see_itself())
             if itself.any():
-                joined.output[itself] = head.fall_back(itself, v)
-                row_lse[itself] = (q[itself] * k[itself]).sum(-1) * chunks.scale
                 alone[head.at] = itself
-        output[head.at], lse[head.at] = joined.output, row_lse
+                output[head.at][itself] = head.fall_back(itself, v).to(output.dtype)
+                lse[head.at][itself] = (q[itself].to(dtype) * k[itself].to(dtype)).sum(-1) * chunks.scale
     return output, lse, alone
 
 
@@ -402,75 +401,64 @@ def _backward(
     chunks: Chunks,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    plan = chunks.plan
     d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (key, value))
     for head in _heads(query, key, chunks, dtype):
-        q, k, v = query[head.at].to(dtype), key[head.kv_at].to(dtype), value[head.kv_at].to(dtype)
-        d_out, itself = grad_output[head.at].to(dtype), alone[head.at]
+        q, k, v = query[head.at], key[head.kv_at], value[head.kv_at]
+        d_out, itself = grad_output[head.at], alone[head.at]
         # Softmax's gradient needs, of each row, only sum(dO * O) (Dao et al. 2022, equation 4).
-        delta = (d_out * output[head.at]).sum(-1, keepdim=True)
+        delta = (d_out.to(dtype) * output[head.at]).sum(-1, keepdim=True)
         if grad_lse is not None:
             delta -= grad_lse[head.at][:, None]
         # Rows that see nothing, or themselves alone, have no weights here, nor has the blank one: exp(-inf) = 0.
         row_lse = lse[head.at].masked_fill((lse[head.at] == -torch.inf) | itself, torch.inf)[:, None]
-        of_rows = [_with_blank_row(t) for t in (q, d_out, delta)]
-        of_rows.append(torch.cat([row_lse, row_lse.new_full((1, 1), torch.inf)]))
-        dq, dk, dv = torch.zeros_like(q), d_key[head.kv_at], d_value[head.kv_at]
-        for index in range(plan.num_rounds):
-            row_order, key_order = plan.row_order[(index, *head.at)], plan.key_order[(index, *head.kv_at)]
-            sorted_q, sorted_d_out, sorted_delta, sorted_lse = (_rows(t, row_order) for t in of_rows)
-            sorted_k, sorted_v = _rows(k, key_order), _rows(v, key_order)
-            sorted_dq = torch.empty_like(sorted_q)
-            sorted_dk, sorted_dv = torch.zeros_like(sorted_k), torch.zeros_like(sorted_v)
+        blank_q, blank_d_out, blank_delta = (_with_blank_row(t) for t in (q, d_out, delta))
+        blank_lse = torch.cat([row_lse, row_lse.new_full((1, 1), torch.inf)])
+        dq = head.workspace("dq", *blank_q.shape).zero_()
+        dk, dv = head.workspace("dk", *k.shape).zero_(), d_value[head.kv_at]
+        for index in range(chunks.plan.num_rounds):
             for tile in head.tiles(index):
-                q_tile, d_out_tile, k_tile = tile.rows(sorted_q), tile.rows(sorted_d_out), tile.keys(sorted_k)
-                weights, empty = head.scores(index, tile, q_tile, k_tile)
-                weights.sub_(tile.rows(sorted_lse)).exp_()
-                if empty is not None:
-                    weights.masked_fill_(empty, 0.0)
-                d_weights = head.workspace("d_weights", tile, q)
-                torch.bmm(d_out_tile, tile.keys(sorted_v).mT, out=d_weights)
+                q_tile, d_out_tile, tile_delta, tile_lse = (
+                    tile.chunks(head.gather_wide(name, t, tile.rows))
+                    for name, t in (("q", blank_q), ("d_out", blank_d_out), ("delta", blank_delta), ("lse", blank_lse))
+                )
+                k_tile, v_tile = (tile.windows(head.gather_wide(n, t, tile.keys)) for n, t in (("k", k), ("v", v)))
+                weights = head.scores(tile, q_tile, k_tile).sub_(tile_lse).exp_()
+                d_weights = head.workspace("d_weights", *weights.shape)
+                torch.bmm(d_out_tile, v_tile.mT, out=d_weights)
+                dropped = weights
                 if chunks.dropout_p:
-                    keep = head.keep(index, tile)
-                    tile.add_to_keys(sorted_dv, weights * keep, d_out_tile)
+                    keep = head.keep(tile)
+                    dropped = weights * keep
                     d_weights *= keep
-                else:
-                    tile.add_to_keys(sorted_dv, weights, d_out_tile)
-                d_scores = d_weights.sub_(tile.rows(sorted_delta)).mul_(weights)
-                torch.bmm(d_scores, k_tile, out=tile.rows(sorted_dq))
-                tile.add_to_keys(sorted_dk, d_scores, q_tile, alpha=chunks.scale)
-            rank = plan.row_rank[(index, *head.at)], plan.key_rank[(index, *head.kv_at)]
-            dq.add_(_rows(sorted_dq, rank[0]), alpha=chunks.scale)
-            dk.add_(_rows(sorted_dk, rank[1]))
-            dv.add_(_rows(sorted_dv, rank[1]))
+                d_scores = d_weights.sub_(tile_delta).mul_(weights)
+                for target, factors, rows in ((dv, dropped, d_out_tile), (dk, d_scores, q_tile)):
+                    in_tile = head.workspace("d_keys", len(tile.keys), target.shape[1]).zero_()
+                    tile.add_to_windows(in_tile, factors, rows)
+                    target.index_add_(0, tile.keys, in_tile)
+                dq_tile = torch.bmm(d_scores, k_tile, out=head.workspace("dq of tile", *q_tile.shape))
+                dq.index_add_(0, tile.rows, dq_tile.flatten(0, 1))
+        dq = dq[:-1].mul_(chunks.scale)
+        dk *= chunks.scale
         if itself.any():
-            dv[itself] += head.fall_back(itself, d_out)
+            dv[itself] += head.fall_back(itself, d_out.to(dtype))
             if grad_lse is not None:
                 d_own = chunks.scale * grad_lse[head.at][itself][:, None]
                 dq[itself] += d_own * k[itself]
                 dk[itself] += d_own * q[itself]
         d_query[head.at] = dq
+        d_key[head.kv_at] += dk
     return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
 
 
 def _heads(query: Tensor, key: Tensor, chunks: Chunks, dtype: torch.dtype) -> Iterator[_Head]:
     group = query.shape[1] // key.shape[1]
+    workspace = Workspace(dtype, query.device)
     for batch in range(query.shape[0]):
         for head in range(query.shape[1]):
-            yield _Head(chunks, batch, head, head // group, dtype)
+            yield _Head(chunks, batch, head, head // group, workspace)
 
 
 def _with_blank_row(tensor: Tensor) -> Tensor:
     """With a row of zeros at the end, where chunks that are filled up look."""
     return torch.cat([tensor, tensor.new_zeros(1, tensor.shape[1])])
-
-
-def _rows(tensor: Tensor, index: Tensor) -> Tensor:
-    """``tensor[index]`` for an index of any shape."""
-    return tensor.index_select(0, index.flatten()).view(*index.shape, *tensor.shape[1:])
-
-
-def _key_columns(tile: _Tile, of_keys: Tensor) -> Tensor:
-    """One number a key, by rank, as ``[count, 1, width]``."""
-    return tile.keys(of_keys[:, None]).mT

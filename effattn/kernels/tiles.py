@@ -10,9 +10,8 @@ and the log-sum-exp (Dao et al. 2022, algorithm 4). Nothing else is stored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..dropout import keep_scale
-from ..masks import Dense, Everything, Mask, pack, unpack
+from ..masks import Coverage, Dense, Everything, Mask, pack, unpack
 from .overlapping import add_to_windows, windows
-from .softmax import Part, softmax_gradient_in_place, softmax_in_place
+from .softmax import Part, product_dtype, softmax_gradient_in_place, softmax_in_place
 from .tile_plan import Run, Span, fits_one_span, plan_runs
+from .workspace import Workspace
 
 __all__ = ["Problem", "tiled_attention"]
 
@@ -273,6 +273,14 @@ class _Unit:
         return self.run.count if self.is_run else self._num_kv_heads
 
 
+@dataclass(frozen=True)
+class _Additive:
+    """Bias and mask of a unit's scores in a span: what to add to which columns, and the rows that see nothing."""
+
+    parts: list[tuple[slice, Tensor]] = field(default_factory=list)
+    empty: Tensor | None = None  # [1 or count or kv_heads, rows, 1], or None where every row sees something
+
+
 class _Tiles:
     """Walks the tiles of one problem and makes their scores; shared by the forward and the backward pass."""
 
@@ -284,14 +292,12 @@ class _Tiles:
         self.device = query.device
         self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.is_whole = _is_whole(query, key, problem)
-        # As fused attention does it: weights of bfloat16, summed in float32. Elsewhere such products are slow.
-        is_fast = query.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self.narrow = query.dtype if is_fast else self.dtype
+        self.narrow = product_dtype(query.dtype)
         self._most_scores = _WORKSPACE_BYTES // self.dtype.itemsize
         self._differs_by_head = any(isinstance(m, Dense) and m.allowed.shape[1] > 1 for m in problem.mask.leaves())
-        self._workspaces: dict[str, Tensor] = {}
-        self._relative: dict[object, tuple[Tensor, Tensor | None]] = {}
-        self._latest: tuple[object, tuple[Tensor, Tensor | None]] | None = None
+        self.workspace = Workspace(self.dtype, query.device)
+        self._relative: dict[object, _Additive] = {}
+        self._latest: tuple[object, _Additive] | None = None
         self._mask: Mask = problem.mask  # of the batch row at hand
 
     def units(self) -> Iterator[_Unit]:
@@ -329,24 +335,17 @@ class _Tiles:
         widest = max((span.width for span in run.spans), default=1)
         return max(1, min(self.num_kv_heads, self._most_scores // (self.group * run.height * widest)))
 
-    def workspace(self, name: str, unit_rows: Tensor, span: Span) -> Tensor:
-        """Room for the unit's scores of a span; the same memory for the same name each time."""
-        shape = (*unit_rows.shape[:2], span.width)
-        size = math.prod(shape)
-        if name not in self._workspaces or self._workspaces[name].numel() < size:
-            self._workspaces[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return self._workspaces[name][:size].view(shape)
-
     def scores(self, unit: _Unit, q: Tensor, k: Tensor, span: Span) -> tuple[Tensor, Tensor | None]:
         """Scaled, biased and masked scores in the workspace, and which rows see nothing (None: every row sees).
 
         The scores of rows that see nothing are not masked, so that their softmax is finite.
         """
-        out = self.workspace("scores", q, span)
-        additive, empty = self._additive(unit, span)
-        if additive is None:
-            return torch.baddbmm(out, q, k.mT, beta=0, alpha=self.problem.scale, out=out), None
-        return torch.baddbmm(additive.expand_as(out), q, k.mT, alpha=self.problem.scale, out=out), empty
+        out = self.workspace("scores", *q.shape[:2], span.width)
+        additive = self._additive(unit, span)
+        torch.baddbmm(out, q, k.mT, beta=0, alpha=self.problem.scale, out=out)
+        for columns, part in additive.parts:
+            out[:, :, columns].add_(part)
+        return out, additive.empty
 
     def keep(self, unit: _Unit, span: Span) -> Tensor:
         """The dropout factors of the unit's scores."""
@@ -363,28 +362,54 @@ class _Tiles:
         target = grad[tuple(w if n > 1 else slice(None) for w, n in zip(wholes, grad.shape, strict=True))]
         target += d_scores.view(1, -1, unit.run.height, span.width).sum_to_size(target.shape)
 
-    def _additive(self, unit: _Unit, span: Span) -> tuple[Tensor | None, Tensor | None]:
-        """Bias and mask as one tensor to add to the scores, and the rows that see nothing."""
+    def _additive(self, unit: _Unit, span: Span) -> _Additive:
         run = unit.run
         mask = self._mask.within(run.rows, run.keys(span), self.problem.query_offset)
         if self.bias is not None:
-            return self._make_additive(mask, unit, span)
+            return self._whole_additive(mask, unit, span)
         if isinstance(mask, Everything):
-            return None, None
+            return _Additive()
         if mask.is_relative:  # made once for each place beside the diagonal; all tiles of a run stand in the same
             place = (run.first - span.first, run.height, span.width, mask)
             if place not in self._relative:
                 one = replace(unit, run=replace(run, count=1, spans=(span,)))
-                self._relative[place] = self._make_additive(mask, one, span)
+                self._relative[place] = self._sparse_additive(mask, one, span)
             return self._relative[place]
         if self._differs_by_head:
-            return self._make_additive(mask, unit, span)
+            return self._whole_additive(mask, unit, span)
         place = (unit.batch, run, span)
         if self._latest is None or self._latest[0] != place:
-            self._latest = (place, self._make_additive(mask, unit, span))
+            self._latest = (place, self._whole_additive(mask, unit, span))
         return self._latest[1]
 
-    def _make_additive(self, mask: Mask, unit: _Unit, span: Span) -> tuple[Tensor, Tensor | None]:
+    def _sparse_additive(self, mask: Mask, unit: _Unit, span: Span) -> _Additive:
+        """Only where columns of the tile hide something; a band's inner columns do not."""
+        blocks = [
+            Span(first, min(unit.run.height, span.first + span.width - first))
+            for first in range(span.first, span.first + span.width, unit.run.height)
+        ]
+        covered = [
+            mask.coverage(unit.run.rows, (b.first, b.first + b.width), self.problem.query_offset) for b in blocks
+        ]
+        if Coverage.ALL not in covered:
+            return self._whole_additive(mask, unit, span)
+        return _Additive(
+            [
+                (slice(b.first - span.first, b.first - span.first + b.width), self._make_additive(mask, unit, b))
+                for b, coverage in zip(blocks, covered, strict=True)
+                if coverage is not Coverage.ALL
+            ]
+        )
+
+    def _whole_additive(self, mask: Mask, unit: _Unit, span: Span) -> _Additive:
+        additive = self._make_additive(mask, unit, span)
+        empty = additive.amax(-1, keepdim=True) == -torch.inf
+        if not empty.any():
+            return _Additive([(slice(None), additive)])
+        return _Additive([(slice(None), additive.masked_fill(empty, 0.0))], empty)
+
+    def _make_additive(self, mask: Mask, unit: _Unit, span: Span) -> Tensor:
+        """Bias and mask as one tensor that broadcasts to the scores, -inf where the mask does not allow a pair."""
         batch, head, row, key = unit.grid(span, self.device)
         # A mask that is the same for all heads is made for one.
         head = head if self._differs_by_head else head[:1]
@@ -396,11 +421,7 @@ class _Tiles:
             tile = whole[unit.batch, unit.heads, slice(*unit.run.rows), slice(*unit.run.keys(span))]
             additive = tile.to(self.dtype)
         additive = additive.masked_fill(~allowed, -torch.inf)
-        additive = unit.merged(additive.expand(-1, unit.run.height, span.width))
-        empty = additive.amax(-1, keepdim=True) == -torch.inf
-        if not empty.any():
-            return additive, None
-        return additive.masked_fill(empty, 0.0), empty
+        return unit.merged(additive.expand(-1, unit.run.height, span.width))
 
 
 def _forward(
@@ -481,7 +502,7 @@ def _backward(
                 weights.sub_(row_lse).exp_()
                 if empty is not None:
                     weights.masked_fill_(empty, 0.0)
-            d_weights = tiles.workspace("d_weights", q, span)
+            d_weights = tiles.workspace("d_weights", *weights.shape)
             torch.bmm(d_out, v.mT, out=d_weights)
             if problem.dropout_p:
                 keep = tiles.keep(unit, span)
