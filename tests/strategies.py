@@ -70,7 +70,8 @@ def leaves(draw: st.DrawFn, of: Sizes) -> Mask:
         return tuple(draw(st.lists(st.integers(0, past_last - 1), max_size=3)))
 
     def ids() -> Tensor:
-        return torch.randint(3, (either(of.batch_size), of.key_len), generator=generator)
+        ids = torch.randint(3, (either(of.batch_size), of.key_len), generator=generator)
+        return ids.sort(-1).values if draw(st.booleans()) else ids  # packed one after the other, or anyhow
 
     kinds = {
         "everything": Everything,

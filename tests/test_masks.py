@@ -497,3 +497,59 @@ def test_one_batch_row_serves_all(mask):
     dense = mask.dense(*SIZES.shape, SIZES.query_offset)
     assert dense.shape == SIZES.shape
     assert torch.equal(dense, dense[:1].expand_as(dense))
+
+
+@given(st.data())
+@examples(60)
+def test_the_mask_of_one_batch_row_is_that_row(data):
+    of, mask = data.draw(problems(longest=7))
+    whole = mask.dense(*of.shape, of.query_offset)
+    for index in range(of.batch_size):
+        one = mask.for_batch(index)
+        dense = evaluate(one, torch.tensor([index]), *of.indices()[1:], of.query_offset).expand(1, *of.shape[1:])
+        assert torch.equal(dense, whole[index : index + 1])
+        assert_bounds_hold(one, dense, of.query_offset)
+
+
+def test_one_batch_row_tells_what_no_shape_can():
+    padded = Padding(torch.arange(8) < torch.tensor([[5], [0]])).for_batch(0)
+    assert padded.key_range((0, 8), 8, 0) == (0, 5)
+    assert [padded.coverage((0, 8), keys, 0) for keys in ((0, 5), (4, 6), (5, 8))] == [
+        Coverage.ALL,
+        Coverage.SOME,
+        Coverage.NONE,
+    ]
+    assert Padding(torch.zeros(2, 8, dtype=torch.bool)).for_batch(1).key_range((0, 8), 8, 0) == (0, 0)
+    packed = Documents(torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])).for_batch(0)
+    assert packed.key_range((3, 4), 8, 0) == (3, 5)
+    assert packed.coverage((0, 3), (0, 3), 0) is Coverage.ALL
+    assert packed.coverage((0, 3), (3, 8), 0) is Coverage.NONE
+    out_of_order = Documents(torch.tensor([[1, 0, 1]])).for_batch(0)
+    assert out_of_order.key_range((0, 1), 3, 0) == (0, 3)
+
+
+@given(st.data())
+@examples(200)
+def test_a_mask_within_a_rectangle_agrees_there(data):
+    of, mask = data.draw(problems(longest=12))
+    rows, keys = (data.draw(ranges(n)) for n in (of.query_len, of.key_len))
+    simpler = mask.within(rows, keys, of.query_offset)
+    corner = (slice(None), slice(None), slice(*rows), slice(*keys))
+    whole, within = (m.dense(*of.shape, of.query_offset)[corner] for m in (mask, simpler))
+    assert torch.equal(within, whole)
+    if mask.coverage(rows, keys, of.query_offset) is Coverage.ALL:
+        assert simpler == Everything()
+
+
+def test_a_rectangle_leaves_out_what_it_does_not_need():
+    padding = Padding(torch.arange(8)[None] < 5)
+    mask = (Window(1, 1) & padding.for_batch(0)) | Global((0,))
+    assert mask.within((2, 5), (2, 5), 0) == Window(1, 1)
+    assert mask.within((2, 3), (2, 3), 0) == Everything()
+    assert (Causal() & padding.for_batch(0)).within((2, 5), (2, 5), 0) == Causal()
+
+
+def ranges(length: int) -> st.SearchStrategy[tuple[int, int]]:
+    """Half-open, with something in it."""
+    ends = st.lists(st.integers(0, length), min_size=2, max_size=2, unique=True)
+    return ends.map(lambda pair: (min(pair), max(pair)))

@@ -160,4 +160,3 @@ class _Found(Mask):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.plan.key_rank, self.plan.row_rank, self.plan.chunk_start)
-

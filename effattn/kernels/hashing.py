@@ -53,7 +53,7 @@ def plan_chunks(
         shared,
         seed,
     )
-    return ChunkPlan(*parts, chunk_size, width, regular=shared and keep is None)
+    return ChunkPlan.of(parts, chunk_size, width, regular=shared and keep is None)
 
 
 @torch.library.custom_op("effattn::plan_chunks", mutates_args=())

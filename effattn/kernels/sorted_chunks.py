@@ -9,7 +9,7 @@ each. The backward pass recomputes the scores from the output and the log-sum-ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import count, pairwise
@@ -45,6 +45,11 @@ class ChunkPlan:
     chunk_size: int
     width: int  # keys in a window
     regular: bool  # windows start at the same ranks in all rounds and heads, almost all one chunk apart
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], chunk_size: int, width: int, regular: bool) -> ChunkPlan:
+        row_order, row_rank, key_order, key_rank, chunk_start = tensors
+        return cls(row_order, row_rank, key_order, key_rank, chunk_start, chunk_size, width, regular)
 
     @property
     def num_rounds(self) -> int:
@@ -133,7 +138,7 @@ def _sorted_chunks(
     dropout_p: float,
     dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    whole = ChunkPlan(*plan, chunk_size, width, regular)
+    whole = ChunkPlan.of(plan, chunk_size, width, regular)
     masked = unpack(mask, mask_tensors)
     return _forward(
         query, key, value, Chunks(whole, masked, scale, query_offset, exclude_self, once, dropout_p, dropout_seed)
@@ -170,7 +175,7 @@ def _sorted_chunks_backward(
     dropout_p: float,
     dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    whole = ChunkPlan(*plan, chunk_size, width, regular)
+    whole = ChunkPlan.of(plan, chunk_size, width, regular)
     masked = unpack(mask, mask_tensors)
     chunks = Chunks(whole, masked, scale, query_offset, exclude_self, once, dropout_p, dropout_seed)
     with torch.autocast(query.device.type, enabled=False):  # a backward pass may be called inside one
@@ -358,7 +363,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, chunks: Chunks) -> tuple
         q, k, v = query[head.at], key[head.kv_at], value[head.kv_at].to(narrow)
         blank_q = _with_blank_row(q)
         # Of each row: the output, and peak and total side by side.
-        outputs, statistics = (head.workspace(f"joined {n}", query_len + 1, n) for n in (value_dim, 2))
+        outputs = head.workspace("outputs", query_len + 1, value_dim)
+        statistics = head.workspace("statistics", query_len + 1, 2)
         for index in range(chunks.plan.num_rounds):
             for tile in head.tiles(index):
                 q_tile = tile.chunks(head.gather_wide("q", blank_q, tile.rows))

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..masks import Coverage, Mask, Range
+from ..masks import Mask, Range
 
 __all__ = ["Run", "Span", "fits_one_span", "plan_runs"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """``width`` keys for a tile of rows: from ``first`` for the run's first tile, a tile's height further for each next."""
+    """``width`` keys from ``first`` on for a run's first tile of rows; for each next, a tile's height further."""
 
     first: int
     width: int
@@ -88,7 +88,6 @@ def _moving(tiles: list[Range], ranges: list[Range], step: int) -> Iterator[Rang
     breaks = [
         index
         for index, (before, after) in enumerate(pairwise(ranges), 1)
-        if (after[0] - before[0], after[1] - before[1]) != (step, step)
-        or tiles[index][1] - tiles[index][0] != step
+        if (after[0] - before[0], after[1] - before[1]) != (step, step) or tiles[index][1] - tiles[index][0] != step
     ]
     yield from pairwise([0, *breaks, len(tiles)])

@@ -377,9 +377,9 @@ class _Tiles:
             return self._relative[place]
         if self._differs_by_head:
             return self._whole_additive(mask, unit, span)
-        place = (unit.batch, run, span)
-        if self._latest is None or self._latest[0] != place:
-            self._latest = (place, self._whole_additive(mask, unit, span))
+        at = (unit.batch, run, span)
+        if self._latest is None or self._latest[0] != at:
+            self._latest = (at, self._whole_additive(mask, unit, span))
         return self._latest[1]
 
     def _sparse_additive(self, mask: Mask, unit: _Unit, span: Span) -> _Additive:
