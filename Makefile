@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-STUDY ?= experiments/length_sweep.yaml
+STUDY ?= $(if $(wildcard /dev/nvidia0),experiments/length_sweep_cuda.yaml,experiments/length_sweep.yaml)
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help sweep peers test check format clean
+.PHONY: help sweep peers test test-gpu check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ peers: $(VENV)/.peers  ## ours beside what others have published, in one run: ma
 
 test: $(VENV)/.installed  ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses auto --quiet $(ARGS)
+
+test-gpu: $(VENV)/.installed  ## what only a CUDA device can show
+	$(BIN)/python -m pytest --quiet -m gpu $(ARGS)
 
 check: $(VENV)/.installed  ## format, lint and types
 	$(BIN)/ruff format --check .

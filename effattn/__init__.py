@@ -1,5 +1,8 @@
 """Efficient attention over long sequences: interchangeable backends behind one call, and honest measurements."""
 
+import importlib
+from typing import Any
+
 from . import masks
 from .attention import attention, pattern
 from .backend import (
@@ -17,6 +20,14 @@ from .cost import attended_pairs, density, flops
 from .masks import Causal, Dense, Documents, Everything, Global, Mask, Padding, Window
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Models and swapping, on first use: ``import effattn`` alone stays light."""
+    if name in ("nn", "swap"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Backend",
@@ -40,6 +51,8 @@ __all__ = [
     "get",
     "masks",
     "names",
+    "nn",
     "pattern",
     "register",
+    "swap",
 ]

@@ -160,8 +160,10 @@ class Backend:
         able, reasons = self.capabilities, []
 
         def need(fits: bool, requested: str, supported: str) -> None:
+            # Filled in where it is said alone: to format a size makes torch.compile compile for that size alone.
             if not fits:
-                reasons.append(f"requested {requested}; supported {supported}")
+                corner = request.key_len - request.query_len
+                reasons.append(f"requested {requested}; supported {supported}".format(r=request, corner=corner))
 
         absent = self.unavailable()
         if absent is not None:
@@ -179,23 +181,23 @@ class Backend:
             need(widest <= able.max_head_dim, f"head_dim {widest}", f"up to {able.max_head_dim}")
         need(
             able.value_head_dim or request.value_dim == request.head_dim,
-            f"value head_dim {request.value_dim}",
-            f"that of the queries, {request.head_dim}",
+            "value head_dim {r.value_dim}",
+            "that of the queries, {r.head_dim}",
         )
         need(
             able.grouped_heads or request.num_heads == request.num_kv_heads,
-            f"{request.num_heads} query heads on {request.num_kv_heads} key heads",
+            "{r.num_heads} query heads on {r.num_kv_heads} key heads",
             "equal numbers",
         )
         need(
             able.cross_length or request.query_len == request.key_len,
-            f"query_len {request.query_len} with key_len {request.key_len}",
+            "query_len {r.query_len} with key_len {r.key_len}",
             "equal lengths",
         )
         need(
             able.query_offset or request.query_offset == request.key_len - request.query_len,
-            f"query_offset {request.query_offset}",
-            f"key_len - query_len = {request.key_len - request.query_len}",
+            "query_offset {r.query_offset}",
+            "key_len - query_len = {corner}",
         )
         need(able.dropout or request.dropout_p == 0, f"dropout_p {request.dropout_p}", "0")
         need(able.backward or not request.backward, "a backward pass", "forward only")

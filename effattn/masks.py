@@ -586,7 +586,8 @@ class And(_Join):
         return reduce(torch.logical_and, (m.allows(batch, head, row, key, query_offset) for m in self.masks))
 
     def coverage(self, rows: Range, keys: Range, query_offset: int) -> Coverage:
-        return min(mask.coverage(rows, keys, query_offset) for mask in self.masks)
+        # Of a list, not a generator, which torch.compile cannot trace.
+        return min([mask.coverage(rows, keys, query_offset) for mask in self.masks])
 
     def key_range(self, rows: Range, key_len: int, query_offset: int) -> Range:
         ranges = [mask.key_range(rows, key_len, query_offset) for mask in self.masks]
@@ -608,7 +609,7 @@ class Or(_Join):
         return reduce(torch.logical_or, (m.allows(batch, head, row, key, query_offset) for m in self.masks))
 
     def coverage(self, rows: Range, keys: Range, query_offset: int) -> Coverage:
-        return max(mask.coverage(rows, keys, query_offset) for mask in self.masks)
+        return max([mask.coverage(rows, keys, query_offset) for mask in self.masks])
 
     def key_range(self, rows: Range, key_len: int, query_offset: int) -> Range:
         ranges = [r for r in (mask.key_range(rows, key_len, query_offset) for mask in self.masks) if r[0] < r[1]]

@@ -1,12 +1,15 @@
+import importlib.machinery
 import subprocess
+import sys
 from dataclasses import asdict
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import effattn
 from effattn.bench import machine
-from effattn.bench.machine import Machine, commit
+from effattn.bench.machine import Machine, commit, gpu_state
 
 
 def git(folder, *arguments):
@@ -63,3 +66,60 @@ def test_the_commit_says_whether_the_code_differs_from_it(tmp_path):
 
 def test_there_is_no_commit_outside_of_git(tmp_path):
     assert commit(tmp_path) is None
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """nvidia-ml-py, without a GPU to ask."""
+    module = ModuleType("pynvml")
+    module.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+    module.NVMLError = type("NVMLError", (Exception,), {})
+    module.nvmlInit = lambda: None
+    module.nvmlSystemGetDriverVersion = lambda: "570.1"
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return module
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, total_memory=150 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+
+
+@pytest.mark.usefixtures("gpu", "nvml")
+def test_a_gpu_is_described():
+    found = Machine.this("cuda")
+    assert found.machine == "nvidia-h200"
+    described = (found.gpu, found.gpu_driver, found.gpu_sm_count, found.gpu_memory_bytes)
+    assert described == ("NVIDIA H200", "570.1", 132, 150 * 10**9)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_driver_is_unknown_without_nvidia_ml_py(monkeypatch):
+    monkeypatch.setattr(machine, "_nvml", lambda: None)
+    found = Machine.this("cuda")
+    assert (found.gpu, found.gpu_driver) == ("NVIDIA H200", None)
+    assert gpu_state("cuda") == {}
+
+
+def test_the_state_of_a_gpu_is_what_its_sensors_tell(monkeypatch, nvml):
+    def no_sensor():
+        raise nvml.NVMLError
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda: 1980)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda: 41)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: 118_400)  # mW
+    assert gpu_state("cuda") == {"gpu_sm_clock_mhz": 1980, "gpu_temperature_c": 41, "gpu_power_w": 118.4}
+    monkeypatch.setattr(torch.cuda, "power_draw", no_sensor)
+    assert gpu_state("cuda") == {"gpu_sm_clock_mhz": 1980, "gpu_temperature_c": 41}
+    assert gpu_state("cpu") == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_this_gpu_is_described():
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    found = Machine.this("cuda")
+    assert found.gpu_driver
+    assert found.gpu_sm_count
+    assert gpu_state("cuda")["gpu_temperature_c"] > 0

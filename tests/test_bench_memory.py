@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from effattn.bench.memory import peak_memory, running_peak
+from effattn.bench.memory import Peak, measure_memory, peak_memory, running_peak
 
 MIB = 2**20
 
@@ -109,6 +109,67 @@ def test_garbage_from_before_is_collected_first():
         gc.enable()
 
 
+def test_the_workspace_is_what_is_not_the_result():
+    def call():
+        first = allocate(8)
+        del first
+        kept = allocate(3)
+        return {"kept": [kept, kept[:5]], "other": None}
+
+    assert measure_memory(call, "cpu") == Peak(8 * MIB, 5 * MIB)
+    assert measure_memory(lambda: allocate(2), "cpu").record == {
+        "peak_memory_bytes": 2 * MIB,
+        "workspace_bytes": 0,
+        "peak_reserved_bytes": None,
+    }
+
+
+class Allocator:
+    """CUDA's allocator as ``torch.accelerator`` shows it: 1 GiB was there before, and reserved before that 2."""
+
+    def __init__(self):
+        self.allocated, self.reserved, self.cached = 2**30, 2**31, 2**30
+        self.peaks = [2**40, 2**40]  # of something earlier, much larger
+        self.calls = []
+
+    def allocate(self, size):
+        self.allocated += size
+        self.reserved = max(self.reserved, self.allocated + 2 * MIB)
+        self.peaks = [max(self.peaks[0], self.allocated), max(self.peaks[1], self.reserved)]
+
+    def empty_cache(self):
+        self.reserved = self.allocated
+
+    def reset_peak_memory_stats(self):
+        assert self.calls[-1] == "synchronize", "work in flight would count"
+        self.peaks = [self.allocated, self.reserved]
+
+    def install(self, monkeypatch):
+        for name, function in {
+            "synchronize": lambda: self.calls.append("synchronize"),
+            "empty_cache": self.empty_cache,
+            "reset_peak_memory_stats": self.reset_peak_memory_stats,
+            "memory_allocated": lambda: self.allocated,
+            "memory_reserved": lambda: self.reserved,
+            "max_memory_allocated": lambda: self.peaks[0],
+            "max_memory_reserved": lambda: self.peaks[1],
+        }.items():
+            monkeypatch.setattr(torch.accelerator, name, function)
+
+
+def test_the_peak_on_cuda_is_that_of_its_allocator(monkeypatch):
+    allocator = Allocator()
+    allocator.install(monkeypatch)
+
+    def call():
+        allocator.allocate(8 * MIB)
+        allocator.allocate(-5 * MIB)
+        return torch.empty(3 * MIB, dtype=torch.uint8)
+
+    assert measure_memory(call, "cuda") == Peak(8 * MIB, 5 * MIB, 10 * MIB)
+    assert allocator.calls == ["synchronize"] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_peak_on_cuda_is_above_what_was_there_before():
@@ -119,5 +180,9 @@ def test_the_peak_on_cuda_is_above_what_was_there_before():
         del first
         return torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
 
-    assert peak_memory(call, "cuda") == 8 * MIB
+    peak = measure_memory(call, "cuda")
+    assert peak.peak_memory_bytes == 8 * MIB
+    assert peak.workspace_bytes == 4 * MIB
+    assert peak.peak_reserved_bytes is not None
+    assert peak.peak_reserved_bytes >= 8 * MIB
     assert before.numel() == 16 * MIB

@@ -1,10 +1,13 @@
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import effattn
 from effattn import Causal, Everything, Global, Window
 from effattn.bench import study as study_module
 from effattn.bench.capture import CaptureSource
@@ -182,3 +185,88 @@ def test_masks_have_a_spec_that_reads_back(spec, mask, name):
 def test_other_masks_are_refused(spec):
     with pytest.raises(ValueError, match="must"):
         parse_mask(spec)
+
+
+def test_short_forward_passes_on_cuda_are_timed_in_a_graph_too_where_that_is_asked_for():
+    fields = {**RESOLVED, "seq_lens": (64, 128), "passes": ("forward", "forward_backward", "decode")}
+    for device, max_len, graphs in (
+        ("cuda", 64, {(64, "forward"), (64, "decode")}),
+        ("cuda", 0, set()),
+        ("cpu", 64, set()),
+    ):
+        cells = Study.parse({**fields, "device": device, "cuda_graph_max_len": max_len}).cells()
+        assert {(cell.seq_len, cell.pass_name) for cell in cells if cell.cuda_graph} == graphs
+
+
+def test_cells_without_a_graph_keep_their_keys():
+    """Those of the results that are in the repository."""
+    cell = Study.parse(RESOLVED).cells()[0]
+    assert cell.key == "43e10aa9cae0f6da"
+    assert dataclasses.replace(cell, cuda_graph=True).key != cell.key
+
+
+def test_variants_add_cells_with_other_values_for_some_fields():
+    study = Study.parse(
+        {
+            **RESOLVED,
+            "passes": ["forward"],
+            "variants": ["{head_dim: 16, seq_lens: [64, 32]}", {"backends": ["lsh(num_hashes=4)"], "masks": ["none"]}],
+        }
+    )
+    found = [(cell.backend, cell.seq_len, cell.head_dim, cell.mask) for cell in study.cells()]
+    assert found == [
+        ("full", 32, 8, "causal"),
+        ("sdpa", 32, 8, "causal"),
+        ("full", 16, 8, "causal"),
+        ("sdpa", 16, 8, "causal"),
+        ("full", 64, 16, "causal"),
+        ("sdpa", 64, 16, "causal"),
+        ("full", 32, 16, "causal"),
+        ("sdpa", 32, 16, "causal"),
+        ("lsh", 32, 8, "none"),
+        ("lsh", 16, 8, "none"),
+    ]
+    assert study.replace() == study
+    assert {(cell.seq_len, cell.head_dim) for cell in study.quickened().cells()} == {(16, 8), (32, 8)}
+
+
+def test_variants_are_saved_and_loaded(tmp_path):
+    study = Study.parse({**RESOLVED, "variants": [{"dtypes": ["float16"]}]})
+    study.save(tmp_path / "study.yaml")
+    assert Study.load(tmp_path / "study.yaml") == study
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("{head_dim: -1}", 'study: variants {"head_dim": -1}: head_dim must be greater than 0, got -1'),
+        ("{nonsense: 1}", "unknown field 'nonsense'"),
+        ("{device: cpu}", "study: variants must leave device to the study"),
+        ("{variants: []}", "study: variants must leave variants to the study"),
+        ("3", "study: variants must be fields of a study such as '{head_dim: 128}', got 3"),
+        ("{", "study: variants must be YAML such as '{head_dim: 128}'"),
+    ],
+)
+def test_a_variant_that_is_none_is_refused(variant, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Study.parse({**RESOLVED, "variants": [variant]})
+
+
+def test_the_study_for_a_gpu_is_one():
+    study = Study.load(Path(effattn.__file__).parents[1] / "experiments" / "length_sweep_cuda.yaml")
+    assert study.device == "cuda"
+    cells = study.replace(num_heads=9, num_kv_heads=3, head_dim=64).cells()  # those of the captured model
+    for field, values in {
+        "seq_len": {512, 2048, 8192, 32768, 131072, 1048576},
+        "dtype": {"bfloat16", "float16"},
+        "mask": {"causal", "none", "Causal() & Window(left=1024, right=0, dilation=1)"},
+        "pass_name": {"forward", "forward_backward", "decode"},
+        "head_dim": {64, 128},
+        "cuda_graph": {True, False},
+    }.items():
+        assert {getattr(cell, field) for cell in cells} == values
+    assert all(cell.num_kv_heads < cell.num_heads for cell in cells)
+    assert all(cell.seq_len <= 8192 for cell in cells if cell.input == "captured")  # the positions of the model
+    long = {cell.backend.partition("(")[0] for cell in cells if cell.seq_len > 131072}
+    assert long == {"sliding_window", "lsh"}
+    assert len(cells) <= 150  # some seconds each, in under 20 minutes

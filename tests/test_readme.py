@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import effattn
 from effattn.backend import _registry
@@ -22,12 +23,26 @@ def strided():
     del _registry["strided"]
 
 
-def test_the_call(capsys):
-    (block,) = [block for block in BLOCKS if "import effattn" in block and "class" not in block]
-    names: dict[str, object] = {}
+def run(block: str) -> dict[str, object]:
+    names: dict[str, object] = {"__name__": "readme"}
     exec(compile(block, "README.md", "exec"), names)
+    return names
+
+
+def test_the_call(capsys):
+    names = run(BLOCKS[0])
     assert names["exact"].shape == names["local"].shape == names["hashed"].shape == (2, 8, 1000, 64)
     assert "sliding_window" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS[1:] if "class Strided" not in block])
+def test_every_other_block_runs(block, capsys):
+    torch.manual_seed(0)
+    names = run(block)
+    printed = capsys.readouterr().out
+    if "report" in names:  # a swap
+        assert "2 of 2 attention sites served" in printed
+    assert printed or "print" not in block
 
 
 def test_a_backend_of_ones_own_is_short_and_passes_the_contract(strided):

@@ -1,13 +1,20 @@
 """PyTorch's fused kernels: reached as they are, chosen by name, and refused where they are not to be had."""
 
+import dataclasses
+import importlib.machinery
+import sys
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from effattn import Request, UnsupportedError, attention, get
+from effattn import Request, UnsupportedError, attention, get, reference
+from effattn.backends import sdpa
 from effattn.masks import Causal, Everything, Padding, Window
+from effattn.testing import contract_cases
 
 
 def inputs(query_len: int = 33, key_len: int = 33, value_dim: int = 16) -> list[Tensor]:
@@ -71,7 +78,8 @@ def test_rows_that_see_nothing_are_zero_in_every_kernel():
 
 
 def test_unknown_kernels_are_refused():
-    with pytest.raises(ValueError, match="sdpa: kernel must be one of auto, flash, efficient, cudnn, math, got 'fast'"):
+    names = "auto, flash, efficient, cudnn, math, flash_attn_2, flash_attn_3"
+    with pytest.raises(ValueError, match=f"sdpa: kernel must be one of {names}, got 'fast'"):
         get("sdpa(kernel='fast')")
 
 
@@ -130,3 +138,166 @@ def test_an_input_with_a_strided_last_dimension_still_meets_the_fused_kernel():
         output = attention(*strided, backend="sdpa")
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in {event.key for event in profiler.key_averages()}
     torch.testing.assert_close(output, attention(*(t.contiguous() for t in strided), backend="sdpa"))
+
+
+def test_a_bias_and_a_mask_are_one_tensor():
+    tensors, bias = inputs(), torch.randn(4, 1, 33)
+    mask = Window(3, 3) & Padding((torch.arange(33) > 9)[None])
+    for kernel in ("auto", "math"):
+        output = attention(*tensors, backend=get("sdpa", kernel=kernel), mask=mask, bias=bias)
+        wanted, _ = reference.attention(*tensors, mask=mask, bias=bias)
+        torch.testing.assert_close(output, wanted.float())
+
+
+def test_a_kernel_that_pytorch_does_not_have_is_refused(monkeypatch):
+    def no_kernel(*tensors, **options):
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    def broken(*tensors, **options):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", no_kernel)
+    with pytest.raises(UnsupportedError, match="requested the flash kernel; PyTorch has none for these inputs"):
+        attention(*inputs(), backend="sdpa(kernel='flash')")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        attention(*inputs(), backend="sdpa(kernel='flash')")
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({}, {"is_causal": False, "attn_mask": None, "requires_grad": False}),
+        ({"mask": Causal(), "backward": True}, {"is_causal": True, "attn_mask": None, "requires_grad": True}),
+        ({"mask": Causal(), "query_offset": 2}, {"is_causal": False, "attn_mask": torch.bool, "requires_grad": False}),
+        ({"mask": Window(3, 3)}, {"is_causal": False, "attn_mask": torch.bool, "requires_grad": False}),
+        ({"mask": Causal(), "bias": True}, {"is_causal": False, "attn_mask": torch.float32, "requires_grad": False}),
+    ],
+)
+def test_pytorch_is_asked_for_its_choice_with_the_mask_that_it_will_get(monkeypatch, fields, seen):
+    """On CUDA the flash kernel takes no mask: whoever asks without one is told wrong."""
+    asked = []
+
+    def choice(query, key, value, *, attn_mask, dropout_p, is_causal, enable_gqa):
+        assert not enable_gqa
+        dtype = None if attn_mask is None else attn_mask.dtype
+        asked.append({"is_causal": is_causal, "attn_mask": dtype, "requires_grad": query.requires_grad})
+        return SDPBackend.EFFICIENT_ATTENTION.value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    assert get("sdpa").resolve(request(**fields)) == "efficient"
+    assert asked == [seen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packaged(sdpa.SDPA):
+    """A flash-attention package's adapter, let onto a CPU, where a stand-in computes."""
+
+    kernel: str = "flash_attn_2"
+
+    @property
+    def capabilities(self):
+        dtypes = (torch.float32, torch.float16, torch.bfloat16)  # the contract is for the most part in float32
+        return dataclasses.replace(super().capabilities, devices=("cpu",), dtypes=dtypes)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What a stand-in for both packages was called with. It checks what they check, and computes by the reference."""
+    made = []
+
+    def flash_attn_func(
+        q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False, return_attn_probs=False
+    ):
+        assert all(t.stride(-1) == 1 and t.shape[3] % 8 == 0 for t in (q, k, v))
+        assert q.shape[2] % k.shape[2] == 0
+        made.append({"causal": causal, "window_size": window_size, "shape": tuple(q.shape), "keys": k.shape[1]})
+        left, right = (None if reach == -1 else reach for reach in window_size)
+        mask = Causal() if causal else Window(left, right)
+        output, lse = reference.attention(*(t.transpose(1, 2) for t in (q, k, v)), mask=mask, scale=softmax_scale)
+        output = output.transpose(1, 2).to(q.dtype)
+        return (output, lse.float()) if return_attn_probs else output
+
+    def with_weights(*args, **options):
+        """Version 2 also gives what it calls weights."""
+        result = flash_attn_func(*args, **options)
+        return (*result, None) if options["return_attn_probs"] else result
+
+    for name, function in (("flash_attn", with_weights), ("flash_attn_interface", flash_attn_func)):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.flash_attn_func = function
+        monkeypatch.setitem(sys.modules, name, module)
+    sdpa._flash_attn_func.cache_clear()
+    yield made
+    sdpa._flash_attn_func.cache_clear()
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize(
+    "case", [case for case in contract_cases(Packaged()) if not case.name.startswith("spec gives")], ids=str
+)
+def test_contract_of_the_packages(case):
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("mask", "query_len", "query_offset", "seen"),
+    [
+        (None, 20, None, {"causal": False, "window_size": (-1, -1), "keys": 33}),
+        (Causal(), 33, None, {"causal": True, "window_size": (-1, -1), "keys": 33}),
+        (Causal(), 20, None, {"causal": True, "window_size": (-1, -1), "keys": 33}),
+        (Causal(), 20, 0, {"causal": True, "window_size": (-1, -1), "keys": 20}),
+        (Causal() & Window(5, 3), 33, None, {"causal": False, "window_size": (5, 0), "keys": 33}),
+        (Window(5, 3), 33, None, {"causal": False, "window_size": (5, 3), "keys": 33}),
+        (Window(None, 3), 33, None, {"causal": False, "window_size": (-1, 3), "keys": 33}),
+        (Window(4, 0), 1, None, {"causal": False, "window_size": (-1, -1), "keys": 5}),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["flash_attn_2", "flash_attn_3"])
+def test_a_band_is_said_to_a_package(calls, mask, query_len, query_offset, seen, kernel):
+    query, key, value = (t.detach().half() for t in inputs(query_len))
+    backend = Packaged(kernel)
+    options = {"mask": mask, "query_offset": query_offset, "scale": -0.3}
+    output, lse = attention(query, key[:, :2], value[:, :2], backend=backend, return_lse=True, **options)
+    wanted, wanted_lse = reference.attention(query, key[:, :2], value[:, :2], **options)
+    torch.testing.assert_close(output.double(), wanted, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-3, rtol=2e-3)
+    assert calls == [{**seen, "shape": (2, query_len, 4, 16)}]
+    assert backend.resolve(request()) == kernel
+
+
+@pytest.mark.usefixtures("calls")
+def test_what_a_package_cannot_do_is_refused():
+    half = {"dtype": torch.float16}
+    rows_without_keys = request(mask=Causal(), query_offset=-4, **half)
+    assert Packaged().reasons(rows_without_keys) == [
+        "requested Causal() at query_offset -4 from flash_attn_2; supported bands in which every row sees a key"
+    ]
+    assert "supported bands" in Packaged().reasons(request(mask=Window(3, 3, dilation=2), **half))[0]
+    assert Packaged().reasons(request(backward=True, return_lse=True, **half)) == [
+        "requested the log-sum-exp with a backward pass; supported either of the two"
+    ]
+    on_cuda = get("sdpa(kernel='flash_attn_2')").reasons(request(device="cuda", bias=True, dropout_p=0.1))
+    assert on_cuda == [
+        "requested a bias; supported none",
+        "requested float32; supported float16, bfloat16",
+        "requested dropout_p 0.1; supported 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "modules"),
+    [("flash_attn_2", "flash_attn"), ("flash_attn_3", "flash_attn_interface or flash_attn_3.flash_attn_interface")],
+)
+def test_a_missing_package_is_a_reason(monkeypatch, kernel, modules):
+    monkeypatch.setattr(sdpa.importlib.util, "find_spec", lambda name: None)
+    (reason, *_) = get("sdpa", kernel=kernel).reasons(request(dtype=torch.float16, device="cuda"))
+    assert reason == f"requested {kernel}; supported where the package is installed (no module {modules} is found)"
+
+
+def test_version_3_is_found_in_its_newer_place(monkeypatch):
+    there = {"flash_attn_3", "flash_attn_3.flash_attn_interface"}
+    monkeypatch.setattr(sdpa.importlib.util, "find_spec", lambda name: name in there)
+    assert sdpa._module_of("flash_attn_3") == "flash_attn_3.flash_attn_interface"
+    assert sdpa._module_of("flash_attn_2") is None

@@ -10,6 +10,9 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,10 +43,16 @@ def said(form: adapter.Form, request: Request) -> Tensor:
     """What ``form`` allows, as bool ``[batch, query_len, key_len]``; pairs across the batch must be forbidden."""
     batch_size, query_len, key_len = request.batch_size, request.query_len, request.key_len
     allowed = torch.zeros(batch_size, query_len, batch_size, key_len, dtype=torch.bool)
-    flat = allowed.view(batch_size * query_len, batch_size * key_len)
-    if form.packed:
-        keys = form.keys.flatten() if isinstance(form.keys, Tensor) else torch.ones(flat.shape[1]).bool()
-        flat[:, keys] = form.attn_bias.materialize((len(flat), int(keys.sum()))) == 0
+    if form.lengths:
+        flat = allowed.view(batch_size * query_len, batch_size * key_len)
+        rows, keys = (
+            torch.ones(n, dtype=torch.bool) if chosen is None else chosen.flatten()
+            for n, chosen in zip(flat.shape, (form.rows, form.keys), strict=True)
+        )
+        assert sum(form.lengths) == int(rows.sum())
+        visible = form.attn_bias.materialize((int(rows.sum()), int(keys.sum()))) == 0
+        assert visible.any(-1).all(), "a row that sees nothing must be left out"
+        flat[rows.nonzero(), keys.nonzero()[:, 0]] = visible
     else:
         low, high = form.keys
         shape = (query_len, high - low)
@@ -61,7 +70,7 @@ def check_forms(request: Request) -> list[str]:
     wanted = request.mask.dense(request.batch_size, 1, request.query_len, request.key_len, request.query_offset)[:, 0]
     for form in cheap:
         assert torch.equal(said(form, request), wanted), form.name
-        assert wanted.any(-1).all(), "a form other than a tensor must leave no row without a key"
+        assert form.lengths or wanted.any(-1).all(), "a row that sees nothing must be left out"
     return [form.name for form in cheap]
 
 
@@ -101,25 +110,51 @@ def test_the_cheapest_form_comes_first(
 RIGHT = Padding.from_lengths(torch.tensor([7, 4]), 7)
 LEFT = Padding(RIGHT.keep.flip(1))
 EMPTY = Padding.from_lengths(torch.tensor([7, 0]), 7)
+HOLES = Padding(torch.tensor([[1, 0, 1, 1, 0, 1, 1], [0, 1, 1, 0, 1, 0, 0]]))
 PIECES = Documents(torch.tensor([[3, 3, 3, 1, 1, 2, 2], [0, 0, 5, 5, 5, 5, 5]]))
 SCATTERED = Documents(torch.tensor([[3, 3, 1, 1, 3, 2, 2]]))
+PADDED, GAPPY, BLOCKS, CAUSAL_BLOCKS, BAND_BLOCKS = (
+    "BlockDiagonalPaddedKeysMask",
+    "BlockDiagonalGappyKeysMask",
+    "BlockDiagonalMask",
+    "BlockDiagonalCausalMask",
+    "BlockDiagonalCausalLocalAttentionMask",
+)
 
 
 @pytest.mark.parametrize(
     ("mask", "query_len", "names"),
     [
-        (RIGHT, 7, ["BlockDiagonalPaddedKeysMask", "BlockDiagonalMask"]),
-        (RIGHT, 3, ["BlockDiagonalPaddedKeysMask", "BlockDiagonalMask"]),
-        (LEFT, 7, ["BlockDiagonalMask"]),
-        (LEFT & Causal(), 7, []),
-        (RIGHT & Causal(), 7, ["BlockDiagonalCausalMask"]),
+        (RIGHT, 7, [PADDED, BLOCKS]),
+        (RIGHT, 3, [PADDED, BLOCKS]),
+        (LEFT, 7, [GAPPY, BLOCKS]),
+        (EMPTY, 7, [GAPPY, BLOCKS]),
+        (HOLES, 7, [BLOCKS]),
+        (RIGHT & LEFT, 7, [GAPPY, BLOCKS]),
+        (RIGHT & Causal(), 7, [CAUSAL_BLOCKS]),
+        (LEFT & Causal(), 7, [CAUSAL_BLOCKS]),
+        (EMPTY & Causal(), 7, [CAUSAL_BLOCKS]),
+        (RIGHT & LEFT & Causal(), 7, [CAUSAL_BLOCKS]),
+        (RIGHT & Causal() & Window(2, 2), 7, [BAND_BLOCKS]),
+        (LEFT & Causal() & Window(0, 0), 7, [BAND_BLOCKS]),
+        (RIGHT & Causal() & Window(6, 0), 7, [CAUSAL_BLOCKS]),
+        (RIGHT & Causal(), 1, [PADDED, BLOCKS]),  # one query at the end: the causal mask says nothing
         (RIGHT & Causal(), 3, []),
-        (EMPTY, 7, []),
-        (RIGHT & LEFT, 7, []),
-        (PIECES, 7, ["BlockDiagonalMask"]),
-        (PIECES & Causal(), 7, ["BlockDiagonalCausalMask"]),
+        (HOLES & Causal(), 7, []),
+        (RIGHT & Window(2, 2), 7, []),
+        (PIECES, 7, [BLOCKS]),
+        (PIECES & RIGHT, 7, [BLOCKS]),
+        (PIECES & HOLES, 7, [BLOCKS]),
+        (PIECES & Causal(), 7, [CAUSAL_BLOCKS]),
+        (PIECES & Causal() & RIGHT & LEFT, 7, [CAUSAL_BLOCKS]),
+        (PIECES & Causal() & Window(1, 0) & LEFT, 7, [BAND_BLOCKS]),
         (PIECES & Window(2, 2), 7, []),
+        (PIECES & SCATTERED, 7, []),
+        (PIECES & Documents(torch.tensor([[1, 1, 1, 1, 1, 1, 9]])), 7, [BLOCKS]),
+        (PIECES, 3, []),
         (SCATTERED, 7, []),
+        (Padding(torch.zeros(2, 7, dtype=torch.bool)), 7, []),
+        (RIGHT | Causal(), 7, []),
     ],
 )
 def test_padding_and_documents_are_blocks(mask: Mask, query_len: int, names: list[str]) -> None:
@@ -127,10 +162,24 @@ def test_padding_and_documents_are_blocks(mask: Mask, query_len: int, names: lis
     assert next(adapter.forms(a_request(mask, 2, query_len, 7, bias=True))).is_tensor
 
 
-def _dense(inputs: Any) -> tuple[Tensor, Tensor]:
-    """Attention on xformers' inputs in any of its layouts; the log-sum-exp is padded, as CUTLASS's is."""
+@given(data=st.data(), length=st.integers(1, 12), left=UNBOUNDED, is_causal=st.booleans())
+@settings(deadline=None, max_examples=200)
+def test_blocks_say_exactly_the_mask(data: st.DataObject, length: int, left: int | None, is_causal: bool) -> None:
+    mask: Mask = Window(left, 0) if is_causal else Everything()
+    seed = data.draw(st.integers(0, 999))
+    generator = torch.Generator().manual_seed(seed)
+    ends = torch.randint(length + 1, (2, 3), generator=generator).sort(0).values
+    position = torch.arange(length)
+    mask = mask & Padding((position >= ends[0][:, None]) & (position < ends[1][:, None]))
+    if data.draw(st.booleans()):
+        mask = mask & Documents((torch.rand(3, length, generator=generator) < 0.3).cumsum(1))
+    check_forms(a_request(mask, 3, length, length))
+
+
+def _dense(inputs: Any, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """Attention on xformers' inputs in any of its layouts; the log-sum-exp laid out as the operator's is."""
     q, k, v = (t.flatten(2, -2).float() for t in (inputs.query, inputs.key, inputs.value))
-    bias = inputs.attn_bias
+    bias = bias_given = inputs.attn_bias
     if bias is None:
         bias = torch.zeros(())
     elif isinstance(bias, Tensor):
@@ -139,7 +188,13 @@ def _dense(inputs: Any) -> tuple[Tensor, Tensor]:
         bias = bias.materialize((q.shape[1], k.shape[1]))
     scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * inputs.scale_float + bias
     output = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v)
-    lse = torch.nn.functional.pad(scores.logsumexp(-1), (0, 3), value=torch.nan)
+    lse = scores.logsumexp(-1)
+    if not is_packed:
+        starts = getattr(getattr(bias_given, "q_seqinfo", None), "seqstart_py", None)
+        if starts:  # one block each, filled up to the longest
+            blocks = [lse[0, :, start:stop].T for start, stop in pairwise(starts)]
+            lse = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True, padding_value=torch.nan).mT
+        lse = torch.nn.functional.pad(lse, (0, 3), value=torch.nan)
     groups = inputs.query.shape[2:-1]
     return output.unflatten(2, groups).to(inputs.query.dtype), lse.unflatten(1, groups)
 
@@ -154,7 +209,7 @@ def stand_ins(module: Any) -> tuple[Any, Any]:
         @classmethod
         def apply(cls, inp: Any, needs_gradient: bool) -> Any:
             assert cls.not_supported_reasons(inp) in ([], ["xFormers wasn't build with CUDA support"])
-            output, lse = _dense(inp)
+            output, lse = _dense(inp, cls.VARLEN_LSE_PACKED)
             return output, Context(out=output, lse=lse) if needs_gradient else None
 
     class Backward(module.BwOp):
@@ -164,7 +219,7 @@ def stand_ins(module: Any) -> tuple[Any, Any]:
             names = ["query", "key", "value"] + ["attn_bias"] * isinstance(inp.attn_bias, Tensor)
             with torch.enable_grad():
                 leaves = {name: getattr(inp, name).detach().requires_grad_() for name in names}
-                output, _ = _dense(dataclasses.replace(inp, **leaves))
+                output, _ = _dense(dataclasses.replace(inp, **leaves), True)
                 grads = torch.autograd.grad(output, list(leaves.values()), grad)
             return Gradients(*grads)
 
@@ -197,9 +252,13 @@ CASES = {
     "causal band": (Window(4, 0), None),
     "right padding": (RIGHT, None),
     "right padding, causal": (RIGHT & Causal(), None),
+    "right padding, causal band": (RIGHT & Causal() & Window(1, 0), None),
     "left padding": (LEFT, None),
     "left padding, causal: empty rows": (LEFT & Causal(), None),
-    "documents": (PIECES & Causal(), None),
+    "an empty batch row": (EMPTY, None),
+    "holes": (HOLES, None),
+    "documents": (PIECES, None),
+    "documents, causal, padding": (PIECES & Causal() & RIGHT & LEFT, None),
     "dense": (Dense(torch.rand(2, 4, 7, 7, generator=torch.Generator().manual_seed(0)) < 0.4), None),
     "bias": (Causal(), (7, 7)),
     "bias by head": (None, (4, 1, 7)),
@@ -291,6 +350,12 @@ def test_without_cuda_it_is_refused() -> None:
         effattn.attention(query, key, value, backend="xformers")
 
 
+def test_a_gpu_that_is_not_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reasons = adapter.Xformers().reasons(a_request(Causal(), 2, 7, 7, device="cuda"))
+    assert reasons == ["requested device cuda; supported where PyTorch finds one"]
+
+
 def test_what_it_does_not_declare_is_refused() -> None:
     both = OnCpu().reasons(a_request(Causal(), 2, 7, 7, backward=True, return_lse=True))
     assert both == ["requested the log-sum-exp with a backward pass; supported either of the two"]
@@ -309,6 +374,51 @@ def test_an_unknown_op_is_an_error() -> None:
 def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'effattn[xformers]'" in adapter.Xformers().reasons(a_request(Causal(), 2, 7, 7))[0]
+
+
+@pytest.fixture
+def renamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installation that has the interface under the name mslk alone."""
+    fmha = adapter.load()
+    for name in ("mslk", "mslk.attention"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "mslk.attention.fmha", fmha)
+    find_spec = adapter.importlib.util.find_spec
+    monkeypatch.setattr(
+        adapter.importlib.util, "find_spec", lambda name: None if name == "xformers" else find_spec("json")
+    )
+    adapter.load.cache_clear()
+    yield
+    adapter.load.cache_clear()
+
+
+@pytest.mark.usefixtures("dense_operators", "renamed")
+def test_the_interface_is_found_under_its_other_name() -> None:
+    assert adapter._package() == "mslk.attention.fmha"
+    query, key, value = qkv()
+    output = effattn.attention(query, key, value, mask=RIGHT & Causal(), backend=OnCpu())
+    wanted, _ = reference.attention(query, key, value, mask=RIGHT & Causal())
+    torch.testing.assert_close(output, wanted.float())
+
+
+def test_what_cannot_be_imported_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ImportError("its library does not load")
+
+    monkeypatch.setattr(adapter.importlib, "import_module", broken)
+    adapter.load.cache_clear()
+    try:
+        reasons = OnCpu().reasons(a_request(Causal(), 2, 7, 7))
+    finally:
+        adapter.load.cache_clear()
+    assert reasons == ["requested xformers; supported where it can be imported: its library does not load"]
+
+
+def test_without_the_package_there_is_nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter.importlib.util, "find_spec", lambda name: None)
+    adapter.load.cache_clear()
+    with pytest.raises(ImportError, match=r"none of xformers\.ops\.fmha, mslk\.attention\.fmha is installed"):
+        adapter.load()
 
 
 def run_python(code: str, **env: str) -> None:
@@ -364,8 +474,13 @@ def test_xformers_own_triton_kernel_interpreted() -> None:
         check("a tensor", mask=Causal() & Padding.from_lengths(torch.tensor([33, 0]), 33))
         check("a tensor", mask=Dense(torch.rand(2, 4, 20, 33) < 0.3))
         check("a tensor", bias=torch.randn(20, 33, dtype=torch.float16))
-        check("BlockDiagonalPaddedKeysMask", mask=right, return_lse=False)
-        check("BlockDiagonalPaddedKeysMask", mask=right, query_len=1, return_lse=False)
+        left = Padding(right.keep.flip(1))
+        for return_lse in (False, True):
+            check("BlockDiagonalPaddedKeysMask", mask=right, return_lse=return_lse)
+            check("BlockDiagonalPaddedKeysMask", mask=right, query_len=1, return_lse=return_lse)
+            check("BlockDiagonalPaddedKeysMask", mask=right & Causal(), query_len=1, return_lse=return_lse)
+            check("BlockDiagonalGappyKeysMask", mask=left, return_lse=return_lse)
+            check("BlockDiagonalGappyKeysMask", mask=left, kv_heads=4, query_len=1, return_lse=return_lse)
         """,
         TRITON_INTERPRET="1",
     )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..backend import Backend, register
+from ..backend import Backend, Request, register
 from ..dropout import draw_seed
+from ..kernels.flex_engine import serves
 from ..kernels.tiles import Problem, tiled_attention
 from ..masks import Mask
 
@@ -30,8 +31,8 @@ class Chunked(Backend):
         self._require_int("query_chunk", 1)
         self._require_int("key_chunk", 1)
 
-    def resolve(self, request: object) -> str:
-        return "tiles"
+    def resolve(self, request: Request) -> str:
+        return "flex" if serves(request) else "tiles"
 
     def attend(
         self,

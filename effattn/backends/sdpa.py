@@ -1,9 +1,14 @@
-"""PyTorch's own fused kernels, through ``F.scaled_dot_product_attention``."""
+"""Fused kernels as others wrote them: PyTorch's, through ``F.scaled_dot_product_attention``, and flash-attention's."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backend import Backend, Capabilities, Request, UnsupportedError, register
-from ..masks import Causal, Coverage, Mask, evaluate
+from ..kernels.corner import corner_band
+from ..masks import Causal, Coverage, Mask, Window, evaluate
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -19,30 +25,67 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# The modules in which a version of the package has its interface, the first that is there.
+_PACKAGES = {
+    "flash_attn_2": ("flash_attn",),
+    "flash_attn_3": ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
+}
+_PACKAGE_ALIGNMENT = 8  # of head_dim
 
 
 @register
 @dataclass(frozen=True)
 class SDPA(Backend):
-    """PyTorch's fused attention (flash, efficient, cudnn, math).
+    """PyTorch's fused attention (flash, efficient, cudnn, math), and the flash-attention packages.
 
     ``kernel="auto"`` leaves the choice to PyTorch; a name insists on that kernel, and is refused where PyTorch
     does not have it for the inputs. A mask that is neither empty nor top-left causal is materialised, O(n^2).
+
+    "flash_attn_2" and "flash_attn_3" are Dao 2023 and Shah et al. 2024, where their packages are installed: on CUDA,
+    in half precision, for bands (causal masks and windows) in which every row sees a key; O(n) memory.
     """
 
     name = "sdpa"
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
-        self._require(self.kernel in ("auto", *_KERNELS), "kernel", f"one of auto, {', '.join(_KERNELS)}")
+        names = ("auto", *_KERNELS, *_PACKAGES)
+        self._require(self.kernel in names, "kernel", f"one of {', '.join(names)}")
 
     @property
     def capabilities(self) -> Capabilities:
+        if self.kernel in _PACKAGES:
+            return Capabilities(
+                masks=(Causal, Window),
+                bias=False,
+                bias_grad=False,
+                dtypes=(torch.float16, torch.bfloat16),
+                devices=("cuda",),
+                max_head_dim=256,
+                value_head_dim=False,
+                dropout=False,
+                lse_grad=False,
+                deterministic=False,
+            )
         fused = self.kernel in ("flash", "efficient", "cudnn")
         return Capabilities(lse=False, lse_grad=False, bias_grad=self.kernel in ("auto", "math"), dropout=not fused)
 
+    def unavailable(self) -> str | None:
+        if self.kernel in _PACKAGES and _module_of(self.kernel) is None:
+            modules = " or ".join(_PACKAGES[self.kernel])
+            return f"requested {self.kernel}; supported where the package is installed (no module {modules} is found)"
+        return None
+
     def reasons(self, request: Request) -> list[str]:
         reasons = super().reasons(request)
+        if self.kernel in _PACKAGES:
+            if _band_of(request) is None:
+                reasons.append(
+                    f"requested {request.mask!r} at query_offset {request.query_offset} from {self.kernel}; "
+                    "supported bands in which every row sees a key"
+                )
+            if request.backward and request.return_lse:
+                reasons.append("requested the log-sum-exp with a backward pass; supported either of the two")
         if request.device == "cpu" and self.kernel in ("efficient", "cudnn"):
             reasons.append(f"requested the {self.kernel} kernel on cpu; supported flash and math")
         if request.device == "cpu" and self.kernel == "flash" and request.head_dim != request.value_dim:
@@ -64,16 +107,20 @@ class SDPA(Backend):
         query, key, value = (
             torch.empty(request.batch_size, *shape, dtype=request.dtype, device=request.device) for shape in shapes
         )
-        bias = None
-        if request.bias:
-            bias = torch.empty(1, 1, dtype=request.dtype, device=request.device, requires_grad=request.bias_grad)
-            bias = bias.expand(request.query_len, request.key_len)
+        query.requires_grad_(request.backward)
+        is_causal, needs_tensor = _kind(request)
+        attn_mask = None
+        if request.bias or needs_tensor:
+            dtype = request.dtype if request.bias else torch.bool
+            attn_mask = torch.empty(1, 1, dtype=dtype, device=request.device, requires_grad=request.bias_grad)
+            attn_mask = attn_mask.expand(request.query_len, request.key_len)
         chosen = torch._fused_sdp_choice(
             query,
             key,
             value,
-            attn_mask=bias,
+            attn_mask=attn_mask,
             dropout_p=request.dropout_p,
+            is_causal=is_causal,
             enable_gqa=request.num_heads != request.num_kv_heads,
         )
         return {backend.value: name for name, backend in _KERNELS.items()}.get(chosen, "math")
@@ -91,11 +138,14 @@ class SDPA(Backend):
         query_offset: int,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        is_causal, additive, empty = _translate(query, key.shape[2], mask, bias, query_offset)
+        if scale <= 0:  # kernels that mask before they scale would turn -inf around
+            query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
+        if self.kernel in _PACKAGES:
+            request = Request.of(query, key, value, mask=mask, query_offset=query_offset)
+            return _by_package(self.kernel, query, key, value, request, scale, return_lse)
+        is_causal, additive, empty = _translate(query, key, value, mask, bias, query_offset)
         # PyTorch's fused kernels want the last dimension dense, and would silently leave the work to math.
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-        if scale <= 0:  # its CPU kernel masks before it scales: -inf would turn
-            query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
         try:
             with sdpa_kernel(_KERNELS[self.kernel]) if self.kernel != "auto" else nullcontext():
                 output = F.scaled_dot_product_attention(
@@ -116,19 +166,28 @@ class SDPA(Backend):
         return (output if empty is None else output.masked_fill(empty, 0.0)), None
 
 
+def _kind(request: Request) -> tuple[bool, bool]:
+    """Whether the mask is PyTorch's ``is_causal``, and whether it must be written out as a tensor."""
+    rows, keys = (0, request.query_len), (0, request.key_len)
+    if request.mask.coverage(rows, keys, request.query_offset) is Coverage.ALL:
+        return False, False
+    is_causal = isinstance(request.mask, Causal) and request.query_offset == 0 and not request.bias
+    return is_causal, not is_causal
+
+
 def _translate(
-    query: Tensor, key_len: int, mask: Mask, bias: Tensor | None, query_offset: int
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None, query_offset: int
 ) -> tuple[bool, Tensor | None, Tensor | None]:
     """``is_causal``, ``attn_mask`` and the rows that see nothing, ``[..., query_len, 1]``.
 
     Those rows are opened here and zeroed afterwards: what a fused kernel makes of them is not specified.
     """
-    batch_size, num_heads, query_len, _ = query.shape
-    if mask.coverage((0, query_len), (0, key_len), query_offset) is Coverage.ALL:
-        allowed = None
-    elif isinstance(mask, Causal) and query_offset == 0 and bias is None:
+    (batch_size, num_heads, query_len, _), key_len = query.shape, key.shape[2]
+    is_causal, needs_tensor = _kind(Request.of(query, key, value, mask=mask, bias=bias, query_offset=query_offset))
+    if is_causal:
         return True, None, None
-    else:
+    allowed = None
+    if needs_tensor:
         b, h, i, j = (torch.arange(n, device=query.device) for n in (batch_size, num_heads, query_len, key_len))
         allowed = evaluate(mask, b, h, i, j, query_offset)
     if bias is None:
@@ -142,3 +201,53 @@ def _translate(
     additive = additive.expand(batch_size, num_heads, query_len, key_len)
     empty = (additive == -torch.inf).all(-1, keepdim=True)
     return False, additive.masked_fill(empty, 0.0), empty
+
+
+def _band_of(request: Request) -> Any:
+    return corner_band(request.mask, request.query_len, request.key_len, request.query_offset)
+
+
+def _by_package(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, request: Request, scale: float, need_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """By ``flash_attn_func`` of a flash-attention package, which measures a band from the bottom right corner too."""
+    band = _band_of(request)
+    assert band is not None
+    is_causal = band.left is None and band.right == 0
+    # A causal mask is said as such; of a window, -1 is unbounded.
+    window = (-1, -1) if is_causal else tuple(-1 if reach is None else reach for reach in (band.left, band.right))
+    head_dim = query.shape[3]
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        """``[batch, seq, heads, head_dim]``, the last dimension dense and zeros up to a multiple of 8."""
+        tensor = tensor.transpose(1, 2)
+        if head_dim % _PACKAGE_ALIGNMENT:
+            tensor = F.pad(tensor, (0, -head_dim % _PACKAGE_ALIGNMENT))
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+    keys = slice(*band.keys)
+    result = _flash_attn_func(kernel)(
+        *(laid_out(t) for t in (query, key[:, :, keys], value[:, :, keys])),
+        softmax_scale=scale,
+        causal=is_causal,
+        window_size=window,
+        return_attn_probs=need_lse,
+    )
+    output, lse = result[:2] if need_lse else (result, None)  # some versions give more
+    return output.transpose(1, 2)[..., :head_dim], lse
+
+
+def _module_of(kernel: str) -> str | None:
+    """The first module of the package that is installed; nothing but its parents is imported."""
+    for name in _PACKAGES[kernel]:
+        parent = name.rpartition(".")[0]
+        if (not parent or importlib.util.find_spec(parent)) and importlib.util.find_spec(name):
+            return name
+    return None
+
+
+@functools.cache
+def _flash_attn_func(kernel: str) -> Callable[..., Any]:
+    name = _module_of(kernel)
+    assert name is not None
+    return importlib.import_module(name).flash_attn_func

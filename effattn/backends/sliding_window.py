@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backend import Backend, register
+from ..backend import Backend, Request, register
 from ..dropout import draw_seed
+from ..kernels.flex_engine import serves
 from ..kernels.merge import merge
 from ..kernels.tiles import Problem, tiled_attention
 from ..masks import Global, Mask, Padding, Taken, Window
@@ -60,8 +61,8 @@ class SlidingWindow(Backend):
         kept = tuple(tuple(sorted(set(row))) for row in rows)
         object.__setattr__(self, "global_tokens", kept if per_row else kept[0])
 
-    def resolve(self, request: object) -> str:
-        return "tiles"
+    def resolve(self, request: Request) -> str:
+        return "flex" if serves(request) else "tiles"
 
     def pattern(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> Mask:
         band: Mask = Window(self.left, self.right, self.dilation)

@@ -13,10 +13,12 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -24,9 +26,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import ALL_MASKS, Backend, Capabilities, Request, UnsupportedError, register
-from ..masks import Causal, Coverage, Documents, Everything, Mask, Padding, Window, band_of, evaluate
+from ..kernels.corner import corner_band
+from ..masks import Causal, Coverage, Documents, Everything, Mask, Padding, Window, band_of, conjuncts, evaluate
 
-_PACKAGE = "xformers.ops.fmha"
+_PACKAGES = ("xformers.ops.fmha", "mslk.attention.fmha")  # one interface under two names: the first that is installed
 _AUTO = ("flash", "cutlass")  # in the order in which they are tried
 _OPS = ("auto", *_AUTO, "triton_splitk")
 _ALIGNMENT = 8  # elements; of strides and head_dim, for every operator and dtype
@@ -37,9 +40,10 @@ _ALIGNMENT = 8  # elements; of strides and head_dim, for every operator and dtyp
 class Xformers(Backend):
     """xformers' memory-efficient attention, for CUDA.
 
-    Lefaudeux et al. 2022, "xFormers". Exact. Causal masks, windows, padding alone or with a causal mask on the
-    right, and contiguous documents take memory O(n); any other mask or combination, and a bias, is handed over
-    as a tensor ``[1 or batch, 1 or heads, query_len, key_len]``. Padding and documents are read on the host.
+    Lefaudeux et al. 2022, "xFormers". Exact. Causal masks, windows, padding and contiguous documents take memory
+    O(n), as do the last two together, and in self-attention with a causal mask or window where the padding has no
+    holes; any other mask, and a bias, is handed over as a tensor ``[1 or batch, 1 or heads, query_len, key_len]``.
+    Padding and documents are read on the host.
 
     ``op``: "flash" and "cutlass" (PyTorch's kernels), "triton_splitk" (forward only; for few queries and many
     keys), or "auto": flash where it can, else cutlass. With ``TRITON_INTERPRET=1``, "triton_splitk" runs on a CPU
@@ -74,14 +78,16 @@ class Xformers(Backend):
         )
 
     def unavailable(self) -> str | None:
-        if importlib.util.find_spec(_PACKAGE.partition(".")[0]) is None:
-            return "requested xformers; supported where it is installed: pip install 'effattn[xformers]'"
+        if _package() is None:
+            return "requested xformers; supported where it (or mslk) is installed: pip install 'effattn[xformers]'"
         return None
 
     def reasons(self, request: Request) -> list[str]:
         reasons = super().reasons(request)
         if request.backward and request.return_lse:
             reasons.append("requested the log-sum-exp with a backward pass; supported either of the two")
+        if request.device == "cuda" and not torch.cuda.is_available():  # xformers would be asked with tensors there
+            reasons.append("requested device cuda; supported where PyTorch finds one")
         if not reasons:  # only now is xformers imported
             try:
                 reasons = self._choose(request)[1]
@@ -129,12 +135,19 @@ class Xformers(Backend):
             output, saved = forward.apply(inputs, needs_gradient=return_lse)
             lse = saved.lse if return_lse else None
 
-        batch_size, num_heads, query_len, _ = query.shape
-        output = output.reshape(batch_size, query_len, num_heads, -1).transpose(1, 2)[..., : value.shape[3]]
+        batch_size, query_len = query.shape[0], query.shape[2]
+        output = output.flatten(2, -2)[..., : value.shape[3]]
+        if form.lengths:
+            output = _unpacked(output.flatten(0, 1), form, batch_size, query_len, 0.0)
+        output = output.transpose(1, 2)
         if empty is not None:
             output = output.masked_fill(empty, 0.0)
-        if lse is not None:  # its last dimension may be padded
-            lse = lse.reshape(batch_size, num_heads, -1)[..., :query_len].float()
+        if lse is not None:
+            lse = lse.flatten(1, -2).float()  # its last dimension may be padded
+            if form.lengths:
+                lse = _packed_lse(lse, form.lengths, forward.VARLEN_LSE_PACKED)
+                lse = _unpacked(lse, form, batch_size, query_len, -torch.inf).transpose(1, 2)
+            lse = lse[..., :query_len]
             lse = lse if empty is None else lse.masked_fill(empty[..., 0], -torch.inf)
         return output, lse
 
@@ -157,13 +170,18 @@ class Xformers(Backend):
 
 @dataclass(frozen=True)
 class Form:
-    """A mask as xformers is told it: an ``attn_bias``, and which keys in which layout it speaks of."""
+    """A mask as xformers is told it: an ``attn_bias``, and which rows and keys in which layout it speaks of.
+
+    With ``lengths``, rows and keys of the whole batch are laid end to end, ``[1, batch * seq, heads, head_dim]``:
+    ``lengths`` are the rows of each block. Rows that are left out see nothing.
+    """
 
     name: str
     attn_bias: Any = None
     is_tensor: bool = False  # made by ``tensor_bias`` when it is needed
     keys: tuple[int, int] | Tensor | None = None  # a range or bool [batch, key_len]; None: all
-    packed: bool = False  # the batch laid end to end: [1, batch * seq, heads, head_dim]
+    rows: Tensor | None = None  # bool [batch, query_len]; None: all
+    lengths: tuple[int, ...] = ()
 
 
 def forms(request: Request) -> Iterator[Form]:
@@ -171,79 +189,116 @@ def forms(request: Request) -> Iterator[Form]:
     if not request.bias:
         band, rest = band_of(request.mask)
         if isinstance(rest, Everything):
-            yield from _band_forms(band, request)
-        elif not request.return_lse:  # how packed log-sum-exps are laid out differs between operators
-            plain = band == Window(None, None)
-            square = request.query_len == request.key_len and request.query_offset == 0
-            causal = band == Window(None, 0) and square
-            if isinstance(rest, Documents) and square and (plain or causal):
-                yield from _document_forms(rest, causal, request)
-            if isinstance(rest, Padding) and (plain or causal):
-                yield from _padding_forms(rest, causal, request)
+            yield from _band_forms(request)
+        elif all(isinstance(mask, Padding | Documents) for mask in conjuncts(rest)):
+            yield from _block_forms(band, conjuncts(rest), request)
     yield Form("a tensor", is_tensor=True)
 
 
-def _band_forms(band: Window, request: Request) -> Iterator[Form]:
-    """``band`` on the keys that any row sees at all, measured from the bottom right corner as xformers does."""
+def _band_forms(request: Request) -> Iterator[Form]:
+    """A band on the keys that any row sees at all."""
+    band = corner_band(request.mask, request.query_len, request.key_len, request.query_offset)
+    if band is None:
+        return
     attn_bias = load().attn_bias
-    query_len, rows = request.query_len, (0, request.query_len)
-    low, high = band.key_range(rows, request.key_len, request.query_offset)
-    seen = high - low
-    if seen and band.coverage(rows, (low, high), request.query_offset) is Coverage.ALL:
-        yield Form("no bias", keys=(low, high))
-        return
-    ahead = request.query_offset - low - (seen - query_len)  # how far the queries stand off that corner
-    left = seen + query_len if band.left is None else band.left - ahead
-    right = seen + query_len if band.right is None else band.right + ahead
-    first_row_sees = seen - query_len + right >= 0
-    if not (seen and left >= 0 and right >= 0 and first_row_sees):
-        return
-    if right > 0:
+    seen = band.keys[1] - band.keys[0]
+    left, right = (seen + request.query_len if reach is None else reach for reach in (band.left, band.right))
+    if band.left is None and band.right is None:
+        bias = None
+    elif right > 0:
         bias = attn_bias.LocalAttentionFromBottomRightMask(left, right)
     elif left < seen - 1:
         bias = attn_bias.LowerTriangularFromBottomRightLocalAttentionMask(left + 1)
-    elif query_len == seen:
+    elif request.query_len == seen:
         bias = attn_bias.LowerTriangularMask()
     else:
         bias = attn_bias.LowerTriangularFromBottomRightMask()
-    yield Form(type(bias).__name__, bias, keys=(low, high))
+    yield Form("no bias" if bias is None else type(bias).__name__, bias, keys=band.keys)
 
 
-def _document_forms(documents: Documents, causal: bool, request: Request) -> Iterator[Form]:
-    """Documents that lie in one piece each are blocks on the diagonal of the whole batch."""
+@dataclass(frozen=True)
+class _Block:
+    """Some rows of one batch row, and the keys that all of them see (within the band)."""
+
+    batch: int
+    rows: slice
+    keys: np.ndarray
+
+
+def _block_forms(band: Window, masks: Sequence[Mask], request: Request) -> Iterator[Form]:
+    """Padding and documents that lie in one piece each: blocks on the diagonal of the whole batch."""
     attn_bias = load().attn_bias
-    ids = documents.ids.expand(request.batch_size, -1).cpu()
-    lengths: list[int] = []
-    for row in ids:
-        found, counts = row.unique_consecutive(return_counts=True)
-        if len(found) != len(found.unique()):
-            return
-        lengths += counts.tolist()
-    kind = attn_bias.BlockDiagonalCausalMask if causal else attn_bias.BlockDiagonalMask
-    yield Form(kind.__name__, kind.from_seqlens(lengths, device=documents.ids.device), packed=True)
+    batch_size, query_len, key_len = request.batch_size, request.query_len, request.key_len
+    rows_and_keys = (0, query_len), (0, key_len)
+    is_square = query_len == key_len and request.query_offset == 0
+    is_plain = band.coverage(*rows_and_keys, request.query_offset) is Coverage.ALL
+    has_documents = any(isinstance(mask, Documents) for mask in masks)
+    is_said = is_plain or (band.right == 0 and is_square)  # xformers has no other band with packed keys
+    if not is_said or (has_documents and not is_square):
+        return
+    left = key_len if band.left is None else band.left
+    blocks = _blocks(masks, batch_size, query_len, key_len, has_documents, None if is_plain else left)
+    if not blocks:
+        return
+    device = masks[0].tensors[0].device
+    lengths = tuple(block.rows.stop - block.rows.start for block in blocks)
+    key_lengths = [len(block.keys) for block in blocks]
+    rows, keys = np.zeros((batch_size, query_len), bool), np.zeros((batch_size, key_len), bool)
+    for block in blocks:
+        rows[block.batch, block.rows] = True
+        keys[block.batch, block.keys] = True
+    packed: dict[str, Any] = {
+        "rows": None if rows.all() else torch.from_numpy(rows).to(device),
+        "lengths": lengths,
+    }
+    if is_plain and not has_documents and all(np.ptp(b.keys) == len(b.keys) - 1 for b in blocks):  # keys stay in place
+        starts = [int(block.keys[0]) for block in blocks]
+        bias: Any
+        if not any(starts) and len(blocks) == batch_size:
+            bias = attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens(lengths, key_len, key_lengths, device=device)
+        else:
+            places = [block.batch * key_len + start for block, start in zip(blocks, starts, strict=True)]
+            bias = attn_bias.BlockDiagonalGappyKeysMask.from_seqlens(
+                lengths, [*places, batch_size * key_len], key_lengths, device=device
+            )
+        yield Form(type(bias).__name__, bias, **packed)
+    bias = attn_bias.BlockDiagonalMask.from_seqlens(lengths, key_lengths, device=device)
+    if not is_plain:
+        bias = bias.make_causal() if left >= key_len - 1 else bias.make_local_attention(left + 1)
+    yield Form(type(bias).__name__, bias, keys=None if keys.all() else torch.from_numpy(keys).to(device), **packed)
 
 
-def _padding_forms(padding: Padding, causal: bool, request: Request) -> Iterator[Form]:
-    """Right padding shortens each block; elsewhere the kept keys are gathered, where their order does not matter."""
-    attn_bias = load().attn_bias
-    keep = padding.keep.expand(request.batch_size, -1)
-    device = keep.device
-    lengths = keep.sum(1)
-    on_the_right = bool((keep == (torch.arange(request.key_len, device=device) < lengths[:, None])).all())
-    query_lengths, key_lengths = [request.query_len] * request.batch_size, lengths.tolist()
-    if 0 in key_lengths:
-        return
-    if causal:
-        if on_the_right:
-            bias = attn_bias.BlockDiagonalCausalMask.from_seqlens(query_lengths, key_lengths, device=device)
-            yield Form("BlockDiagonalCausalMask", bias, keys=keep, packed=True)
-        return
-    if on_the_right:
-        kind = attn_bias.BlockDiagonalPaddedKeysMask
-        bias = kind.from_seqlens(query_lengths, request.key_len, key_lengths, device=device)
-        yield Form(kind.__name__, bias, packed=True)
-    bias = attn_bias.BlockDiagonalMask.from_seqlens(query_lengths, key_lengths, device=device)
-    yield Form("BlockDiagonalMask", bias, keys=keep, packed=True)
+def _blocks(
+    masks: Sequence[Mask], batch_size: int, query_len: int, key_len: int, has_documents: bool, left: int | None
+) -> list[_Block]:
+    """The blocks that padding and documents make, or none where they are not in one piece each.
+
+    ``left`` is the reach of a causal window; None: there is none, and every row of a block sees all of its keys.
+    """
+    keep = np.ones((batch_size, key_len), dtype=bool)
+    edges = np.zeros((batch_size, key_len), dtype=bool)
+    for mask in masks:
+        table = mask.tensors[0].expand(batch_size, -1).cpu().numpy()
+        if isinstance(mask, Padding):
+            keep &= table
+        else:
+            edges[:, 1:] |= table[:, 1:] != table[:, :-1]
+            if any(len(np.unique(row)) != 1 + (row[1:] != row[:-1]).sum() for row in table):
+                return []
+    blocks = []
+    for batch in range(batch_size):
+        starts = [0, *np.flatnonzero(edges[batch]), key_len]
+        for start, stop in pairwise(starts):
+            keys = start + np.flatnonzero(keep[batch, start:stop])
+            if not len(keys):
+                continue
+            rows = slice(int(start), int(stop)) if has_documents else slice(0, query_len)
+            if left is not None:
+                if np.ptp(keys) != len(keys) - 1:
+                    return []
+                rows = slice(int(keys[0]), min(rows.stop, int(keys[-1]) + 1 + left))
+            blocks.append(_Block(batch, rows, keys))
+    return blocks
 
 
 def to_layout(
@@ -256,7 +311,7 @@ def to_layout(
     """
     num_kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
     width, value_width = _head_dims(query.shape[-1], value.shape[-1], forward)
-    q = _aligned(_pack(query.transpose(1, 2), form, None), width)
+    q = _aligned(_pack(query.transpose(1, 2), form, form.rows), width)
     k = _aligned(_pack(key.transpose(1, 2), form, form.keys), width)
     v = _aligned(_pack(value.transpose(1, 2), form, form.keys), value_width)
     if group == 1:
@@ -293,14 +348,21 @@ def operators(name: str) -> tuple[Any, Any]:
     return module.FwOp, getattr(module, "BwOp", None)
 
 
+def _package() -> str | None:
+    return next((name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])), None)
+
+
 @functools.cache
 def load() -> Any:
-    """xformers' attention, imported when it is first needed. The one place that knows the package's name."""
+    """xformers' attention, imported when it is first needed."""
+    name = _package()
+    if name is None:
+        raise ImportError(f"none of {', '.join(_PACKAGES)} is installed")
     # The extension that it misses where it was built for another PyTorch is not used here.
     logger = logging.getLogger("xformers")
     logger.addFilter(_is_no_complaint)
     try:
-        return importlib.import_module(_PACKAGE)
+        return importlib.import_module(name)
     finally:
         logger.removeFilter(_is_no_complaint)
 
@@ -323,9 +385,9 @@ def _refusals(op_name: str, form: Form, request: Request) -> list[str]:
     batch_size, query_len, key_len = request.batch_size, request.query_len, request.key_len
     if isinstance(form.keys, tuple):
         key_len = form.keys[1] - form.keys[0]
-    if form.packed:
+    if form.lengths:
         total = int(form.keys.sum()) if isinstance(form.keys, Tensor) else batch_size * key_len
-        batch_size, query_len, key_len = 1, batch_size * query_len, total
+        batch_size, query_len, key_len = 1, sum(form.lengths), total
     bias = form.attn_bias
     if form.is_tensor:
         bias = shaped(batch_size, *heads, query_len, key_len).requires_grad_(request.bias_grad)
@@ -355,13 +417,30 @@ def _head_dims(head_dim: int, value_dim: int, forward: Any) -> tuple[int, int]:
     return widths if forward.SUPPORTS_DIFFERENT_VALUE_EMBED else (max(widths), max(widths))
 
 
-def _pack(tensor: Tensor, form: Form, keys: tuple[int, int] | Tensor | None) -> Tensor:
-    """The chosen keys of ``[batch, seq, heads, head_dim]``, the batch laid end to end where the form asks for it."""
-    if isinstance(keys, Tensor):
-        return tensor[keys][None]
-    if keys is not None:
-        tensor = tensor[:, slice(*keys)]
-    return rearrange(tensor, "b s h d -> 1 (b s) h d") if form.packed else tensor
+def _pack(tensor: Tensor, form: Form, chosen: tuple[int, int] | Tensor | None) -> Tensor:
+    """The chosen rows or keys of ``[batch, seq, heads, head_dim]``, laid end to end where the form asks for it."""
+    if isinstance(chosen, Tensor):
+        return tensor[chosen][None]
+    if chosen is not None:
+        tensor = tensor[:, slice(*chosen)]
+    return rearrange(tensor, "b s h d -> 1 (b s) h d") if form.lengths else tensor
+
+
+def _unpacked(rows: Tensor, form: Form, batch_size: int, query_len: int, fill: float) -> Tensor:
+    """Packed rows ``[rows, ...]`` back as ``[batch, query_len, ...]``, with ``fill`` for those that were left out."""
+    if form.rows is None:
+        return rows.unflatten(0, (batch_size, query_len))
+    whole = rows.new_full((batch_size, query_len, *rows.shape[1:]), fill)
+    whole[form.rows] = rows
+    return whole
+
+
+def _packed_lse(lse: Tensor, lengths: tuple[int, ...], is_packed: bool) -> Tensor:
+    """Of packed rows, as ``[rows, heads]``; operators give ``[1, heads, rows]`` or ``[blocks, heads, most rows]``."""
+    if is_packed:
+        return lse[0].T
+    index = torch.arange(lse.shape[2], device=lse.device)
+    return lse.transpose(1, 2)[index < torch.tensor(lengths, device=lse.device)[:, None]]
 
 
 def _aligned(tensor: Tensor, head_dim: int) -> Tensor:

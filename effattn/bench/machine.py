@@ -1,10 +1,14 @@
 """Which machine, which versions and which state of the code a number comes from."""
 
+import importlib
+import importlib.util
 import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,9 @@ class Machine:
     torch: str
     effattn: str
     commit: str | None
+    gpu_driver: str | None = None
+    gpu_sm_count: int | None = None
+    gpu_memory_bytes: int | None = None
 
     @classmethod
     def this(cls, device: str, label: str | None = None) -> "Machine":
@@ -40,23 +47,63 @@ class Machine:
         if label is not None and not re.fullmatch(r"[\w.-]*\w", label):
             raise ValueError(f"machine_label: must be of letters, digits, '-', '_' and '.', got {label!r}")
         cpu = cpu_name()
-        gpu = torch.cuda.get_device_name() if device == "cuda" else None
+        of_gpu = _gpu_fields() if device == "cuda" else {"gpu": None}
+        gpu = of_gpu["gpu"]
         return cls(
             machine=label or _slug(gpu or f"{cpu} {_num_cores()} cores"),
             cpu=cpu,
             cpu_threads=torch.get_num_threads(),
-            gpu=gpu,
             memory_total_bytes=psutil.virtual_memory().total,
             python=platform.python_version(),
             torch=torch.__version__,
             effattn=effattn.__version__,
             commit=commit(Path(effattn.__file__).parent),
+            **of_gpu,
         )
 
     @property
     def record(self) -> dict[str, Any]:
         """The fields of a record."""
         return asdict(self)
+
+
+def gpu_state(device: str) -> dict[str, float]:
+    """The GPU's clock, temperature and power now: fields of a record, empty where nobody can tell.
+
+    Read by nvidia-ml-py, as far as the GPU tells it; averages over a sixth of a second to a second.
+    """
+    nvml = _nvml()
+    if device != "cuda" or nvml is None:
+        return {}
+    readings: dict[str, Callable[[], float]] = {
+        "gpu_sm_clock_mhz": torch.cuda.clock_rate,
+        "gpu_temperature_c": torch.cuda.temperature,
+        "gpu_power_w": lambda: torch.cuda.power_draw() / 1e3,
+    }
+    state = {}
+    for name, read in readings.items():
+        with suppress(nvml.NVMLError):  # not every GPU has every sensor
+            state[name] = read()
+    return state
+
+
+def _gpu_fields() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties()
+    driver = None
+    if nvml := _nvml():
+        nvml.nvmlInit()
+        driver = nvml.nvmlSystemGetDriverVersion()
+    return {
+        "gpu": properties.name,
+        "gpu_driver": driver,
+        "gpu_sm_count": properties.multi_processor_count,
+        "gpu_memory_bytes": properties.total_memory,
+    }
+
+
+def _nvml() -> Any:
+    """The module of nvidia-ml-py, or None where it is not installed."""
+    return importlib.import_module("pynvml") if importlib.util.find_spec("pynvml") else None
 
 
 def cpu_name() -> str:

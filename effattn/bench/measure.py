@@ -6,6 +6,7 @@ comes through; nothing is caught here.
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,13 @@ from effattn.backend import Backend, Request
 from effattn.bench import errors, memory, timing
 from effattn.bench.capture import captured_info
 from effattn.bench.inputs import Inputs, make_inputs
+from effattn.bench.machine import gpu_state
 from effattn.bench.study import Cell, parse_mask
 from effattn.masks import Mask
 from effattn.reference import BiasFunction
+
+# As PyTorch 2.13 names them: of pointwise kernels and reductions, and of templates such as FlexAttention.
+_AUTOTUNING = ("CachingAutotuner.benchmark_all_configs", "_template_autotuning")
 
 
 def refusals(cell: Cell) -> list[str]:
@@ -46,21 +51,32 @@ def measure(cell: Cell) -> dict[str, Any]:
     """
     task = Task(cell)
     with torch.set_grad_enabled(task.trains):
-        compiled_ms = _compiled_ms()
+        before = Compiler.now()
         setup_ms, first = timing.time_first(task.stages)
-        compile_ms = (_compiled_ms() - compiled_ms) or None
+        set_up = Compiler.now()
+        gpu_before = gpu_state(cell.device)
         times_ms = timing.time_repeats(
             task.stages, device=cell.device, repeats=cell.repeats, min_time_s=cell.min_time_s
         )
-        peak_memory_bytes = memory.peak_memory(task.run, cell.device)
+        gpu_after = gpu_state(cell.device)
+        recompiled_graphs = Compiler.now().graphs - set_up.graphs
+        graph_ms = timing.time_cuda_graph(task.unseeded, min_time_s=cell.min_time_s) if cell.cuda_graph else None
+        peak = memory.measure_memory(task.run, cell.device)
     record: dict[str, Any] = {
         "impl": task.backend.resolve(_request(cell)),
         "input_description": task.inputs.description,
         "setup_ms": setup_ms,
-        "compile_ms": compile_ms,
-        "peak_memory_bytes": peak_memory_bytes,
+        "compile_ms": (set_up.compile_ms - before.compile_ms) or None,
+        "autotune_ms": (set_up.autotune_ms - before.autotune_ms) or None,
+        "compiled_graphs": set_up.graphs - before.graphs,
+        "recompiled_graphs": recompiled_graphs,
+        **peak.record,
         "memory_method": memory.METHODS[cell.device],
+        **{f"{name}_before": value for name, value in gpu_before.items()},
+        **{f"{name}_after": value for name, value in gpu_after.items()},
     }
+    if graph_ms is not None:
+        record |= timing.quantiles("forward_graph", graph_ms)
     for stage, times in times_ms.items():
         record |= timing.quantiles(stage, times)
     with torch.no_grad():
@@ -125,6 +141,10 @@ class Task:
     def _forward(self, _: None = None) -> Tensor:
         # A backend that draws without a seed of its own draws the same each time, here and for its pattern.
         torch.manual_seed(self.cell.seed)
+        return self.unseeded()
+
+    def unseeded(self, _: None = None) -> Tensor:
+        """The forward pass alone: what a CUDA graph can record, which a generator's seed is no part of."""
         output = effattn.attention(
             self.query, self.key, self.value, backend=self.backend, mask=self.mask, scale=self.inputs.scale
         )
@@ -162,7 +182,19 @@ def _work(task: Task, pattern: Mask, time_ms: float) -> dict[str, Any]:
         "tflops": flops / time_ms / 1e9,
         "density": done.density,
         "keys_per_query": done.keys_per_query,
+        "bytes_min": _bytes_min(task, done.keys_per_query),
     }
+
+
+def _bytes_min(task: Task, keys_per_query: float) -> float:
+    """What must at least be read and written: each input, result and gradient once; of the keys, those attended to.
+
+    A few queries touch at most so many keys; how many of theirs are the same is not looked at.
+    """
+    touched = min(task.query.shape[2] * keys_per_query / task.key.shape[2], 1.0)
+    rows = task.query.nbytes + task.query.nbytes * task.value.shape[3] / task.query.shape[3]  # query, output
+    keys = touched * (task.key.nbytes + task.value.nbytes)
+    return (rows + keys) * (3 if task.trains else 1)  # then all again, and a gradient for each
 
 
 def _errors(task: Task, pattern: Mask | None, first: Any) -> dict[str, Any]:
@@ -189,7 +221,19 @@ def _rows(task: Task) -> Tensor:
     return rows.to(task.query.device)
 
 
-def _compiled_ms() -> float:
-    """What torch.compile has taken so far in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 1e3 * dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
+@dataclass(frozen=True)
+class Compiler:
+    """What torch.compile has taken and made so far in this process."""
+
+    compile_ms: float = 0.0
+    autotune_ms: float = 0.0  # trying kernels out, which happens when they first run
+    graphs: int = 0
+
+    @classmethod
+    def now(cls) -> "Compiler":
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is None:
+            return cls()
+        spent_s = dynamo.calculate_time_spent()
+        autotune_s = sum(time_s for phase, time_s in spent_s.items() if phase.endswith(_AUTOTUNING))
+        return cls(1e3 * spent_s["total_wall_time"], 1e3 * autotune_s, dynamo.counters["stats"]["unique_graphs"])

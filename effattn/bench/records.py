@@ -10,15 +10,21 @@ The fields of a record; what was not measured is absent or null, never 0:
   seq_len, head_dim, dtype, device, mask, input, pass ("forward", "forward_backward" or "decode"), seed;
 * outcome: status ("ok", "unsupported", "out_of_memory", "crashed", "timeout" or "error"), reason, impl (what ran),
   input_description;
-* time in ms: setup_ms (the first call with all that it sets up), compile_ms (what torch.compile took of that),
-  {forward,backward}_ms_{median,p20,p80,repeats};
-* memory: peak_memory_bytes (of the whole pass, above what was allocated before it), memory_method;
+* time in ms: setup_ms (the first call with all that it sets up), compile_ms (what torch.compile took of that) and
+  autotune_ms (and trying kernels out), compiled_graphs (how many graphs that made) and recompiled_graphs (how many more
+  the timed repeats made; their times are not those of the kernels then), {forward,backward}_ms_{median,p20,p80,
+  repeats}, and where it was asked for forward_graph_ms_* (in a CUDA graph, without what launching costs);
+* memory: peak_memory_bytes (of the whole pass, above what was allocated before it), workspace_bytes (of that, what is
+  not the result), peak_reserved_bytes (CUDA: what the allocator took from the device for it), memory_method;
 * work: flops and tflops (a second) of the pattern, density (attended pairs of those that the mask allows),
-  keys_per_query;
+  keys_per_query, bytes_min (each input, result and gradient once);
+* against the machine's ceilings, which are measured once a sweep: matmul_tflops, copy_gb_s (read and written),
+  fraction_of_peak (of the product's rate), roofline_ms (the least time that both allow), fraction_of_roofline;
 * error: {implementation,approximation,total}_rel_l2, total_cosine, total_max_abs, recall, oracle_rel_l2,
   grad_{implementation,approximation,total}_rel_l2, error_rows (how many query rows they come from);
-* where: machine, cpu, cpu_threads, gpu, memory_total_bytes, python, torch, effattn, commit, started_at (UTC),
-  wall_s (process start included).
+* where: machine, cpu, cpu_threads, gpu, gpu_driver, gpu_sm_count, gpu_memory_bytes, memory_total_bytes, python, torch,
+  effattn, commit, started_at (UTC), wall_s (process start included); on CUDA, before and after the timed repeats,
+  gpu_{sm_clock_mhz,temperature_c,power_w}_{before,after}.
 """
 
 import json

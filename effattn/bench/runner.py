@@ -25,6 +25,7 @@ from rich.progress import (
 
 import effattn
 from effattn.bench.capture import CaptureInfo, CaptureSource, captured_info, ensure_captured, max_seq_len
+from effattn.bench.ceilings import against
 from effattn.bench.machine import Machine
 from effattn.bench.records import Record, RecordWriter, read
 from effattn.bench.study import Cell, Study, pick_device
@@ -154,6 +155,7 @@ def _measure(cells: list[Cell], study: Study, machine: Machine, writer: RecordWr
     limit = memory_limit_bytes(study.memory_limit)
     with Workers(study.device, study.plugins, limit, study.timeout_s) as workers, _progress(cells, console) as advance:
         refusals = workers.refusals(cells)
+        ceilings = workers.ceilings(study.device, sorted({cell.dtype for cell in cells}))
         for cell in cells:
             started_at = datetime.now(UTC).isoformat(timespec="seconds")
             refusal = refusals.get(cell.key)
@@ -165,6 +167,7 @@ def _measure(cells: list[Cell], study: Study, machine: Machine, writer: RecordWr
                     "status": outcome.status,
                     "reason": outcome.reason,
                     **outcome.measured,
+                    **(against(outcome.measured, ceilings[cell.dtype]) if cell.dtype in ceilings else {}),
                     **machine.record,
                     "started_at": started_at,
                     "wall_s": outcome.wall_s,

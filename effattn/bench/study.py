@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+import effattn
 from effattn import masks
 from effattn.bench.capture import CaptureSource
 from effattn.bench.inputs import kinds
@@ -28,6 +29,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 Pass = Literal["forward", "forward_backward", "decode"]
 
+_OF_THE_WHOLE = ("name", "plugins", "device", "model", "text", "layers", "timeout_s", "memory_limit")
 _WHEN_CUDA = "when_cuda"  # a block of a study's YAML: fields that differ where the study runs on CUDA
 _NAMED_MASKS: dict[str, masks.Mask] = {"none": masks.Everything(), "causal": masks.Causal()}
 _MASK_CLASSES = {cls.__name__: cls for cls in (masks.Causal, masks.Everything, masks.Global, masks.Window)}
@@ -54,11 +56,15 @@ class Cell:
     min_time_s: float
     error_rows: int
     grad_error_max_len: int
+    cuda_graph: bool = False  # also time the call in a CUDA graph
 
     @property
     def key(self) -> str:
         """16 hexadecimal digits: equal for equal cells, on every machine."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        fields = asdict(self)
+        if not self.cuda_graph:  # cells keep the keys that they had before there was this
+            del fields["cuda_graph"]
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     @property
@@ -128,6 +134,12 @@ class Study(BaseModel):
     grad_error_max_len: int = Field(
         2048, ge=0, description="no gradient errors above this length: they cost its square"
     )
+    cuda_graph_max_len: int = Field(
+        0, ge=0, description="up to this length, forward passes and decoding on CUDA are timed in a CUDA graph too"
+    )
+    variants: tuple[str, ...] = Field(
+        (), description="more cells: each the study with other values for some fields, such as '{head_dim: 128}'"
+    )
     timeout_s: float = Field(300, gt=0, description="of a cell, after its process has started")
     memory_limit: Share = Field(0.8, description="share of the machine's memory that a cell may take")
     seed: int = Field(0, ge=0, description="of random inputs, sampled rows and gradients")
@@ -144,6 +156,35 @@ class Study(BaseModel):
             if name not in kinds():
                 raise ValueError(f"must be of {', '.join(kinds())}")
         return names
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _canonical_variants(cls, variants: Any) -> Any:
+        if not isinstance(variants, list):
+            return variants
+        try:
+            read = [yaml.safe_load(variant) if isinstance(variant, str) else variant for variant in variants]
+        except yaml.YAMLError:
+            raise ValueError(f"must be YAML such as '{{head_dim: 128}}', got {variants}") from None
+        return tuple(json.dumps(fields, sort_keys=True) for fields in read)
+
+    @model_validator(mode="after")
+    def _variants_are_studies(self) -> "Study":
+        for variant in self.variants:
+            fields = json.loads(variant)
+            if not isinstance(fields, dict) or not fields:
+                raise ValueError(f"must be fields of a study such as '{{head_dim: 128}}', got {variant}")
+            for name in ("variants", *_OF_THE_WHOLE):
+                if name in fields:
+                    raise ValueError(f"must leave {name} to the study, got {variant}")
+            try:
+                self._varied(fields)
+            except ValueError as error:
+                raise ValueError(f"{variant}: {str(error).removeprefix('study: ')}") from None
+        return self
+
+    def _varied(self, fields: Mapping[str, Any]) -> "Study":
+        return self.replace(**{**fields, "variants": []})
 
     @classmethod
     def load(cls, path: Path, overrides: Mapping[str, Any] | None = None, *, quick: bool = False) -> "Study":
@@ -190,9 +231,10 @@ class Study(BaseModel):
         return self.parse({**self.model_dump(mode="json"), **fields})
 
     def quickened(self) -> "Study":
-        """The two shortest lengths, few repeats and rows: a glance, with results in a folder of its own."""
+        """The two shortest lengths, no variants, few repeats and rows: a glance, with a folder of its own."""
         return self.replace(
             name=f"{self.name}-quick",
+            variants=[],
             seq_lens=sorted(self.seq_lens)[:2],
             repeats=5,
             min_time_s=0.02,
@@ -240,9 +282,15 @@ class Study(BaseModel):
                 min_time_s=self.min_time_s,
                 error_rows=self.error_rows,
                 grad_error_max_len=self.grad_error_max_len,
+                cuda_graph=(
+                    self.device == "cuda" and seq_len <= self.cuda_graph_max_len and pass_name != "forward_backward"
+                ),
             )
             for input_kind, dtype, mask, seq_len, pass_name, backend in points
         ]
+        for variant in self.variants:
+            varied = self._varied(json.loads(variant))
+            cells += varied.replace(backends=[str(effattn.get(spec)) for spec in varied.backends]).cells()
         return list(dict.fromkeys(cells))
 
 
@@ -297,7 +345,7 @@ def _complaints(error: ValidationError) -> str:
     """The first thing wrong with each field, as "study: seq_lens must be greater than 0, got -1"."""
     complaints: dict[str, str] = {}
     for details in error.errors():
-        field = str(details["loc"][0])
+        field = str(details["loc"][0]) if details["loc"] else "variants"  # the one that the whole is asked about
         what = details["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
         if details["type"] == "missing":
             what = "is missing"

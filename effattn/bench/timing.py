@@ -2,9 +2,9 @@
 
 A call is a chain of stages that are timed one by one in each repeat, each taking what the one before
 returned: a forward pass and then its backward pass, on a graph that is fresh every time (some compiled
-backward passes refuse a retained one). On CUDA, stages are timed with events and start with a cold
-second-level cache, as in ``triton.testing.do_bench``; on a CPU with the clock of ``torch.utils.benchmark``
-and the garbage collector off, as in its ``Timer``.
+backward passes refuse a retained one). On CUDA a single stage is timed by Triton's ``do_bench``, and a chain in the
+same way: with events, each stage starting with a cold second-level cache. On a CPU it is the clock of
+``torch.utils.benchmark`` with the garbage collector off, as in its ``Timer``.
 """
 
 import gc
@@ -45,6 +45,9 @@ def time_repeats(stages: Stages, *, device: str, repeats: int, min_time_s: float
     run = _run_on_cuda if device == "cuda" else _run_on_cpu
     with _garbage_collector_off():
         times = run(stages, 1)
+        if device == "cuda" and len(stages) == 1 and _total_s(times) < _LONG_RUN_S:
+            ((name, stage),) = stages.items()
+            return {name: _by_do_bench(stage, 1e3 * _total_s(times), repeats, 1e3 * min_time_s)}
         warm_up_s = _total_s(times)
         if warm_up_s < _LONG_RUN_S:
             while warm_up_s < min_time_s / 4:
@@ -54,6 +57,19 @@ def time_repeats(stages: Stages, *, device: str, repeats: int, min_time_s: float
             for name, more in run(stages, repeats - done if done < repeats else repeats).items():
                 times[name] += more
     return times
+
+
+def time_cuda_graph(stage: Callable[[Any], Any], *, min_time_s: float) -> list[float]:
+    """Milliseconds of a stage within a CUDA graph, ten means over many runs: without what launching costs.
+
+    By Triton's ``do_bench_cudagraph``; the second-level cache is warm. For small sizes, where launching is most of it.
+
+    Raises:
+        RuntimeError: if the stage does what a graph cannot record, such as reading a value on the host.
+    """
+    from triton.testing import do_bench_cudagraph
+
+    return do_bench_cudagraph(lambda: stage(None), rep=1e3 * min_time_s, return_mode="all")
 
 
 def quantiles(name: str, times_ms: list[float]) -> dict[str, Any]:
@@ -86,9 +102,20 @@ def _run_on_cpu(stages: Stages, count: int) -> dict[str, list[float]]:
     return times
 
 
+def _by_do_bench(stage: Callable[[Any], Any], estimate_ms: float, repeats: int, min_time_ms: float) -> list[float]:
+    from triton.testing import do_bench
+
+    # Its own estimate decides how many runs these times are; it may differ, so what is missing is added.
+    rep_ms = min(max(min_time_ms, repeats * estimate_ms), MAX_REPEATS * estimate_ms)
+    times: list[float] = []
+    while len(times) < repeats:
+        times += do_bench(lambda: stage(None), warmup=min_time_ms / 4, rep=rep_ms, return_mode="all")
+    return times
+
+
 def _run_on_cuda(stages: Stages, count: int) -> dict[str, list[float]]:
-    def event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)
+    def event() -> torch.Event:
+        return torch.Event("cuda", enable_timing=True)
 
     laps = [{name: (event(), event()) for name in stages} for _ in range(count)]
     cache = torch.empty(_CACHE_BYTES, dtype=torch.int8, device="cuda")
@@ -99,7 +126,7 @@ def _run_on_cuda(stages: Stages, count: int) -> dict[str, list[float]]:
             lap[name][0].record()
             result = stage(result)
             lap[name][1].record()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return {name: [start.elapsed_time(end) for start, end in (lap[name] for lap in laps)] for name in stages}
 
 

@@ -34,6 +34,7 @@ import torch
 from pebble import ProcessExpired, ProcessPool
 
 from effattn.backend import UnsupportedError
+from effattn.bench.ceilings import Ceilings, measure_ceilings
 from effattn.bench.measure import measure, refusals
 from effattn.bench.study import Cell
 
@@ -91,6 +92,10 @@ class Workers:
         All are asked in one worker. If that fails, nothing is refused and each cell finds out by itself.
         """
         return self._run(_refusals_by_key, tuple(cells)).measured
+
+    def ceilings(self, device: str, dtypes: Sequence[str]) -> dict[str, Ceilings]:
+        """What the device can do at most, by dtype; none where that fails, or memory does not suffice."""
+        return self._run(_ceilings_by_dtype, (device, tuple(dtypes))).measured
 
     def __enter__(self) -> "Workers":
         return self
@@ -237,6 +242,11 @@ def _translated(function: Callable[[Any], dict[str, Any]], argument: object) -> 
 
 def _refusals_by_key(cells: Sequence[Cell]) -> dict[str, str]:
     return {cell.key: _one_line(reasons) for cell in cells if (reasons := refusals(cell))}
+
+
+def _ceilings_by_dtype(asked: tuple[str, Sequence[str]]) -> dict[str, Ceilings]:
+    device, dtypes = asked
+    return {dtype: measure_ceilings(device, dtype) for dtype in dtypes}
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

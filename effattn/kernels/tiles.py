@@ -18,8 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..backend import Request
 from ..dropout import keep_scale
 from ..masks import Coverage, Dense, Everything, Mask, pack, unpack
+from .flex_engine import flex_tiles, serves
 from .overlapping import add_to_windows, windows
 from .softmax import Part, product_dtype, softmax_gradient_in_place, softmax_in_place
 from .tile_plan import Run, Span, fits_one_span, plan_runs
@@ -56,8 +58,11 @@ def tiled_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and, in at least float32, the log-sum-exp ``[batch, heads, query_len]``.
 
-    Both are differentiable, once. Without ``need_lse`` the log-sum-exp that comes back is not to be used.
+    Both are differentiable, once. Without ``need_lse`` the log-sum-exp that comes back is not to be used. On CUDA,
+    FlexAttention computes the same where it can (``flex_engine.py``).
     """
+    if serves(Request.of(query, key, value, dropout_p=problem.dropout_p)):
+        return flex_tiles(query, key, value, problem, bias=bias, need_lse=need_lse)
     if bias is not None and bias.dim() < 4:
         bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, bias) if t is not None)
