@@ -161,8 +161,8 @@ def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
                 projected = workspace("projected", len(directions), len(x))
                 torch.mm(directions, workspace.convert("x", x).mT, out=projected)
                 for part in projected.split([num_hashes * rotation.shape[2] for rotation in rotations]):
-                    nearest, half = _nearest(part.view(num_hashes, -1, len(x))), len(part) // num_hashes
-                    found.mul_(2 * half).add_(nearest)
+                    half = len(part) // num_hashes
+                    found.mul_(2 * half).add_(_nearest(part.view(num_hashes, half, len(x))))
     return buckets
 
 
