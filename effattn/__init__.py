@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 from . import masks
-from .attention import attention, pattern
+from .attention import attention, attention_weights, pattern
 from .backend import (
     Backend,
     Capabilities,
@@ -45,6 +45,7 @@ __all__ = [
     "Window",
     "attended_pairs",
     "attention",
+    "attention_weights",
     "density",
     "describe",
     "flops",

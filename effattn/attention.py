@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .backend import Backend, Request, get
+from .backend import Backend, Request, UnsupportedError, get
 from .masks import Dense, Everything, Mask, calm_padded_rows, hide_padding
+from .reference import score_rows
 
-__all__ = ["attention", "pattern"]
+__all__ = ["attention", "attention_weights", "pattern"]
 
 
 def attention(
@@ -122,6 +123,52 @@ def pattern(
     query = calm_padded_rows(mask, query, offset)
     with torch.autocast(query.device.type, enabled=False):
         return chosen.pattern(query, key, mask=mask, query_offset=offset)
+
+
+def attention_weights(
+    query: Float[Tensor, "batch heads query_len head_dim"],
+    key: Float[Tensor, "batch kv_heads key_len head_dim"],
+    *,
+    backend: str | Backend = "full",
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    query_offset: int | None = None,
+) -> Float[Tensor, "batch heads query_len key_len"]:
+    """The softmax over the pattern of ``backend``, in at least float32, before dropout. A row that sees nothing is 0.
+
+    By the dense reference: quadratic, for looking at. Arguments and errors as in ``attention``; a backend without a
+    softmax pattern, or with another one at each call, is refused with ``UnsupportedError``.
+    """
+    chosen = get(backend)
+    query, key = _autocast(query, key)
+    mask, bias = _mask_and_bias(mask, bias)
+    offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
+    seen = pattern(query, key, backend=chosen, mask=mask, query_offset=offset)
+    _check_options(query, key, bias, scale, 0.0, offset)
+    able, reasons = chosen.capabilities, []
+    if not able.pattern:
+        reasons.append("requested attention weights; supported the output only")
+    if not able.deterministic:
+        reasons.append("requested attention weights of a backend that draws anew at each call; set its seed")
+    own_bias = None if reasons else chosen.reference_bias(query, key, mask=mask, query_offset=offset)
+    if own_bias is not None and bias is not None:
+        reasons.append("requested attention weights with a bias, but the backend weighs its pattern; supported none")
+    if reasons:
+        raise UnsupportedError(chosen, reasons)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        rows = score_rows(
+            query,
+            key,
+            mask=seen,
+            bias=bias if own_bias is None else own_bias,
+            scale=scale,
+            query_offset=offset,
+            dtype=dtype,
+        )
+        weights = [block.weights for block in rows]
+    return torch.cat(weights, dim=2) if weights else query.new_zeros(*query.shape[:3], key.shape[2], dtype=dtype)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -388,3 +388,28 @@ class TestGradients:
         apart = [x.detach().clone().requires_grad_() for _ in range(3)]
         grads = torch.autograd.grad(attention(*apart, backend=spec).square().sum(), apart)
         torch.testing.assert_close(grad, sum(grads))
+
+
+def test_weights_are_those_that_the_output_is_made_of():
+    query, key, value = (torch.randn(2, h, 9, 4, dtype=torch.float64) for h in (4, 2, 2))
+    mask = Causal() & Padding(torch.arange(9) >= torch.tensor([[0], [3]]))
+    options = {"mask": mask, "scale": 0.3}
+    for spec in (
+        "full",
+        "sliding_window(left=2, right=0)",
+        "lsh(bucket_size=3)",
+        "lsh(bucket_size=3, count='per_round')",
+    ):
+        weights = effattn.attention_weights(query, key, backend=spec, **options)
+        output = effattn.attention(query, key, value, backend=spec, **options)
+        torch.testing.assert_close(weights @ value.repeat_interleave(2, dim=1), output)
+    biased = effattn.attention_weights(query, key, bias=torch.randn(9, 9), query_offset=0)
+    torch.testing.assert_close(biased.sum(-1), torch.ones_like(biased[..., 0]))
+
+
+def test_weights_are_refused_where_there_is_no_one_pattern():
+    query, key = torch.randn(2, 1, 2, 9, 4)
+    with pytest.raises(effattn.UnsupportedError, match="draws anew at each call"):
+        effattn.attention_weights(query, key, backend="lsh(seed=None)")
+    with pytest.raises(effattn.UnsupportedError, match="with a bias, but the backend weighs"):
+        effattn.attention_weights(query, key, backend="lsh(count='per_round')", bias=torch.zeros(9))

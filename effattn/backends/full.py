@@ -44,7 +44,7 @@ class Full(Backend):
         batch_size, num_heads, query_len, _ = query.shape
         num_kv_heads, key_len = key.shape[1:3]
         group = num_heads // num_kv_heads
-        additive = _additive(query, key_len, mask, bias, query_offset, dtype)
+        additive, empty = _additive(query, key_len, mask, bias, query_offset, dtype)
 
         # Grouped heads share their keys: they become more rows of one product.
         q = rearrange(query.to(dtype), "b (h_kv g) l d -> (b h_kv) (g l) d", g=group)
@@ -55,39 +55,42 @@ class Full(Backend):
             additive = additive.expand(batch_size, num_heads, query_len, key_len)
             additive = rearrange(additive, "b (h_kv g) l s -> (b h_kv) (g l) s", g=group)
             scores = torch.baddbmm(additive, q * scale, k.mT)
-        # softmax over a row of -inf is NaN, and so would be the gradients behind it.
-        empty = None if additive is None else scores.amax(-1, keepdim=True) == -torch.inf
-        if empty is not None:
-            scores = scores.masked_fill(empty, 0.0)
         weights = scores.softmax(-1)
-        if empty is not None:
-            weights = weights.masked_fill(empty, 0.0)
         if dropout_p:
             grid = _grid(query, key_len)
             keep = keep_scale(dropout_p, draw_seed(), *grid).to(dtype)
             weights = weights * rearrange(keep, "b (h_kv g) l s -> (b h_kv) (g l) s", g=group)
         output = rearrange(torch.bmm(weights, v), "(b h_kv) (g l) d -> b (h_kv g) l d", b=batch_size, g=group)
+        if empty is not None:
+            output = output.masked_fill(empty, 0.0)
         if not return_lse:
             return output.to(query.dtype), None
-        lse = scores.logsumexp(-1, keepdim=True)
+        lse = rearrange(scores.logsumexp(-1), "(b h_kv) (g l) -> b (h_kv g) l", b=batch_size, g=group)
         if empty is not None:
-            lse = lse.masked_fill(empty, -torch.inf)
-        return output.to(query.dtype), rearrange(lse, "(b h_kv) (g l) 1 -> b (h_kv g) l", b=batch_size, g=group)
+            lse = lse.masked_fill(empty[..., 0], -torch.inf)
+        return output.to(query.dtype), lse
 
 
 def _additive(
     query: Tensor, key_len: int, mask: Mask, bias: Tensor | None, query_offset: int, dtype: torch.dtype
-) -> Tensor | None:
-    """Mask and bias as one tensor to add to the scores, or None where there is neither."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Mask and bias as one tensor to add to the scores, and the rows that see nothing, ``[..., query_len, 1]``.
+
+    Such rows are not masked: softmax over a row of -inf is NaN, and so would be the gradients behind it.
+    """
     batch_size, num_heads, query_len, _ = query.shape
     if mask.coverage((0, query_len), (0, key_len), query_offset) is Coverage.ALL:
-        return None if bias is None else bias.to(dtype)
-    device = query.device
-    b, h, i, j = (torch.arange(n, device=device) for n in (batch_size, num_heads, query_len, key_len))
-    allowed = evaluate(mask, b, h, i, j, query_offset)
-    if bias is None:
-        return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, -torch.inf)
-    return bias.to(dtype).masked_fill(~allowed, -torch.inf)
+        if bias is None:
+            return None, None
+        additive = bias.to(dtype)
+    else:
+        b, h, i, j = (torch.arange(n, device=query.device) for n in (batch_size, num_heads, query_len, key_len))
+        hidden = ~evaluate(mask, b, h, i, j, query_offset)
+        # As small as mask and bias are: heads that share them are not told apart.
+        additive = torch.zeros((), dtype=dtype, device=query.device) if bias is None else bias.to(dtype)
+        additive = additive.masked_fill(hidden, -torch.inf)
+    empty = (additive == -torch.inf).all(-1, keepdim=True)
+    return additive.masked_fill(empty, 0.0), empty
 
 
 def _grid(query: Tensor, key_len: int) -> tuple[Tensor, ...]:

@@ -7,10 +7,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..attention import attention, pattern
-from ..backend import Backend, Request, UnsupportedError, get
+from ..attention import attention, attention_weights
+from ..backend import Backend, Request, get
 from ..masks import Mask, band_of
-from ..reference import score_rows
 from .cache import KVCache
 from .checks import as_mask, check_positive, check_probability, check_states
 from .positions import ALiBi, Rotary
@@ -122,23 +121,9 @@ class MultiheadAttention(nn.Module):
         looking at, not for training. A backend without a softmax pattern, or that draws anew at each call, is
         refused with ``UnsupportedError``.
         """
-        able = self._backend.capabilities
-        if not able.pattern:
-            raise UnsupportedError(self._backend, ["requested attention weights; supported the output only"])
-        if not able.deterministic:
-            raise UnsupportedError(
-                self._backend, ["requested attention weights of a backend that draws anew at each call; set its seed"]
-            )
         q, k, _, mask, bias = self._prepare(x, context, mask, bias, None)
         self._backend.check(Request.of(q, k, k, mask=mask, bias=bias))
-        offset = k.shape[2] - q.shape[2]
-        seen = pattern(q, k, backend=self._backend, mask=mask, query_offset=offset)
-        weighed = self._backend.reference_bias(q, k, mask=mask, query_offset=offset)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
-            rows = score_rows(q, k, mask=seen, bias=bias if weighed is None else weighed, dtype=dtype)
-            blocks = [block.weights for block in rows]
-        return torch.cat(blocks, dim=2) if blocks else q.new_zeros(*q.shape[:3], k.shape[2], dtype=dtype)
+        return attention_weights(q, k, backend=self._backend, mask=mask, bias=bias)
 
     def _prepare(
         self,

@@ -25,7 +25,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..masks import Causal, Dense, Documents, Everything, Mask, Padding, Window, pack, unpack
 from .sites import ATTRIBUTE, Site, attention_dropout, reachable_names
-from .weights import attention_weights
 
 NAME = "effattn"
 
@@ -264,7 +263,7 @@ def attend(
         bias = position_bias if bias is None else bias + position_bias
     asked: dict[str, Any] = {"mask": mask, "bias": bias, "scale": scaling, "query_offset": query_offset}
     output = site.attend(query, key, value, dropout_p=dropout, **asked)
-    weights = attention_weights(query, key, site.backend, **asked) if options.get("output_attentions") else None
+    weights = site.weights(query, key, **asked) if options.get("output_attentions") else None
     return output.transpose(1, 2).contiguous(), weights
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..masks import Causal, Dense, Everything, Mask, Padding
 from .sites import ATTRIBUTE, Site, attention_dropout
-from .weights import attention_weights
 
 
 def refusals(module: nn.Module) -> list[str]:
@@ -72,7 +71,7 @@ def forward(
     assert site.backend is not None, f"{site.path} is not served"
     output = site.attend(q, k, v, dropout_p=module.dropout if module.training else 0.0, **options)
     output = module.out_proj(rearrange(output, "b h n d -> b n (h d)"))
-    weights = attention_weights(q, k, site.backend, **options) if need_weights else None
+    weights = site.weights(q, k, **options) if need_weights else None
     if weights is not None and average_attn_weights:
         weights = weights.mean(1)
     if not batched:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import attention
+from ..attention import attention, attention_weights
 from ..backend import Backend
 
 TRANSFORMERS = "transformers"
@@ -87,6 +87,11 @@ class Site:
         output = attention(query, key, value, backend=self.backend, **options)
         assert isinstance(output, Tensor)
         return output
+
+    def weights(self, query: Tensor, key: Tensor, **options: Any) -> Tensor:
+        """``effattn.attention_weights`` by this site's backend, in the queries' dtype: what models return."""
+        assert self.backend is not None, f"{self.path} is not served"
+        return attention_weights(query, key, backend=self.backend, **options).to(query.dtype)
 
 
 def find_sites(model: nn.Module) -> dict[str, tuple[Site, nn.Module]]:
