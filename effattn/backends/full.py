@@ -52,8 +52,11 @@ class Full(Backend):
         if additive is None:
             scores = torch.bmm(q * scale, k.mT)
         else:
-            additive = additive.expand(batch_size, num_heads, query_len, key_len)
-            additive = rearrange(additive, "b (h_kv g) l s -> (b h_kv) (g l) s", g=group)
+            # Repeated for the group alone where all heads share it: else it would be as large as the scores.
+            heads = group if additive.shape[1] == 1 else num_heads
+            additive = additive.expand(-1, heads, query_len, key_len)
+            additive = rearrange(additive, "b (h_kv g) l s -> b h_kv (g l) s", g=group)
+            additive = additive.expand(batch_size, num_kv_heads, -1, -1).flatten(0, 1)
             scores = torch.baddbmm(additive, q * scale, k.mT)
         weights = scores.softmax(-1)
         if dropout_p:
@@ -74,7 +77,8 @@ class Full(Backend):
 def _additive(
     query: Tensor, key_len: int, mask: Mask, bias: Tensor | None, query_offset: int, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Mask and bias as one tensor to add to the scores, and the rows that see nothing, ``[..., query_len, 1]``.
+    """Mask and bias as one tensor to add to the scores, and the rows that see nothing; both have
+    four dimensions, of size 1 where it makes no difference.
 
     Such rows are not masked: softmax over a row of -inf is NaN, and so would be the gradients behind it.
     """
@@ -89,6 +93,8 @@ def _additive(
         # As small as mask and bias are: heads that share them are not told apart.
         additive = torch.zeros((), dtype=dtype, device=query.device) if bias is None else bias.to(dtype)
         additive = additive.masked_fill(hidden, -torch.inf)
+    while additive.dim() < 4:
+        additive = additive[None]
     empty = (additive == -torch.inf).all(-1, keepdim=True)
     return additive.masked_fill(empty, 0.0), empty
 
