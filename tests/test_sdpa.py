@@ -301,3 +301,13 @@ def test_version_3_is_found_in_its_newer_place(monkeypatch):
     monkeypatch.setattr(sdpa.importlib.util, "find_spec", lambda name: name in there)
     assert sdpa._module_of("flash_attn_3") == "flash_attn_3.flash_attn_interface"
     assert sdpa._module_of("flash_attn_2") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_bias_keeps_its_digits_beside_half_precision(dtype):
+    """ALiBi at thousands of tokens: neighbouring biases are the same number in bfloat16."""
+    query, key, value = torch.randn(3, 1, 2, 256, 16).to(dtype)
+    bias = -0.25 * (4096 + torch.arange(256)).float()
+    got = attention(query, key, value, backend="sdpa", bias=bias).float()
+    want = attention(query.float(), key.float(), value.float(), bias=bias)
+    assert (got - want).norm() / want.norm() < 0.01

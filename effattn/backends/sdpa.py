@@ -195,7 +195,9 @@ def _translate(
             return False, None, None
         empty = ~allowed.any(-1, keepdim=True)
         return False, (allowed | empty).expand(*allowed.shape[:2], query_len, key_len), empty
-    additive = bias.to(query.dtype)
+    # A CPU takes a bias in float32 beside half-precision queries; rounded, a large one would lose its differences.
+    keeps = query.device.type == "cpu" and bias.dtype == torch.float32 and query.dtype.itemsize == 2
+    additive = bias if keeps else bias.to(query.dtype)
     if allowed is not None:
         additive = additive.masked_fill(~allowed, -torch.inf)
     additive = additive.expand(batch_size, num_heads, query_len, key_len)
