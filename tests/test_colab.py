@@ -29,6 +29,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert "effattn backends on cpu" in printed
     assert "[4/4]" in printed
     assert "broken" not in printed
+    assert "6 of 6 attention sites served" in printed
     shown = [output.data for output in outputs if output.output_type in ("display_data", "execute_result")]
     assert any("sliding_window" in data.get("text/html", "") for data in shown)
     assert sum("image/png" in data for data in shown) >= 3
