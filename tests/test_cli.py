@@ -27,7 +27,7 @@ def study(tmp_path):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("sweep", "compare", "plot", "list"):
+    for command in ("sweep", "compare", "plot", "evaluate", "maps", "recommend", "list"):
         assert command in out
 
 
@@ -133,3 +133,49 @@ def test_check_says_whether_the_contract_holds(monkeypatch, capsys, outcome, cod
     out = capsys.readouterr().out
     assert f"causal: {outcome}" in out
     assert ("1 broken" in out) == (code == 1)
+
+
+def test_the_cheapest_backend_is_recommended_from_the_records_of_a_sweep(study, tmp_path, capsys):
+    main(["sweep", str(study), "--out", str(tmp_path), "--machine-label", "here", "--backends", "full", "--quick"])
+    capsys.readouterr()
+    asked = ["recommend", "--seq-len", "16", "--records", str(tmp_path), "--device", "cpu"]
+    main([*asked, "--figure", str(tmp_path / "pareto.png")])
+    assert "full  least time with a relative L2 error of at most 0.05 at 16 tokens" in capsys.readouterr().out
+    assert (tmp_path / "pareto.png").exists()
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_recommend_ends_with_1_where_nothing_qualifies(run, tmp_path, monkeypatch, end):
+    class Answer:
+        backend = None if end else "sdpa"
+
+    monkeypatch.setattr("effattn.bench.recommend.load_records", lambda paths: paths)
+    monkeypatch.setattr("effattn.bench.recommend.recommend", lambda records, **asked: [Answer()])
+    monkeypatch.setattr("effattn.bench.recommend.print_recommendation", lambda answer, console: None)
+    if end:
+        assert run("recommend", "--seq-len", "16")[0] == 1
+    else:
+        main(["recommend", "--seq-len", "16"])
+
+
+def test_the_records_of_another_machine_may_name_a_device_that_is_not_here(run, tmp_path):
+    code, _, err = run("recommend", "--seq-len", "16", "--device", "cuda", "--records", str(tmp_path))
+    assert code == 2
+    assert err.startswith("effattn: recommend: records must hold those of a sweep")
+
+
+def test_patterns_are_drawn_from_the_command_line(run, tmp_path, capsys):
+    main(["maps", "lsh(bucket_size=8)", "full", "--pattern", "--seq-len", "48", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.split() == [str(tmp_path / f"patterns.{kind}") for kind in ("png", "pdf")]
+    code, _, err = run("maps", "--sentence", "a", "--text", "stdlib")
+    assert (code, err) == (2, "effattn: maps: sentence and text cannot both be given\n")
+
+
+def test_evaluate_hands_on_what_it_is_asked(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("effattn.bench.evaluate.evaluate", lambda backends, **asked: seen.update(asked, specs=backends))
+    main(["evaluate", "--seq-lens", "16", "32", "--layers", "3", "--text", "a.txt", "--retry"])
+    assert seen["specs"][0] == "sdpa"
+    assert (seen["seq_lens"], seen["layers"], seen["text"], seen["retry"]) == ((16, 32), (3,), "a.txt", True)
+    main(["evaluate", "lsh", "flex"])
+    assert seen["specs"] == ("lsh", "flex")

@@ -64,6 +64,7 @@ def test_opcheck_of_the_sorted_chunks_and_their_plan():
     query, key, value = tensors()
     plan_arguments = (query.detach(), key.detach(), KEEP, 0, 4, 2, 0, 8, False, 0)
     torch.library.opcheck(hashing._plan, plan_arguments)
+    torch.library.opcheck(hashing._plan, (*plan_arguments, "anchors", True, 3))
     packed, held = pack(Causal() & Padding(KEEP))
     plan = list(hashing._plan(*plan_arguments))
     torch.library.opcheck(

@@ -16,7 +16,9 @@ SPECS = [name for name in effattn.names() if name not in ("flex", "xformers")] +
     "lsh(bucket_size=4)",
     "lsh(bucket_size=5, num_hashes=3, look_ahead=1)",
     "lsh(bucket_size=4, count='per_round')",
+    "lsh(bucket_size=4, num_hashes=2, hashing='anchors', local=True, sinks=3)",
     "lsh(bucket_size=4, shared_qk=True)",
+    "lsh(bucket_size=4, shared_qk=True, hashing='anchors')",
     "lsh(bucket_size=4, shared_qk=True, count='per_round')",
 ]
 

@@ -10,7 +10,10 @@ from torch import Tensor
 
 import effattn
 from effattn import Backend, Mask, attention, get, pattern, reference
+from effattn.bench.inputs import make_inputs
 from effattn.bench.memory import peak_memory
+from effattn.kernels import hashing
+from effattn.kernels.sorted_chunks import ChunkPlan
 from effattn.masks import Causal, Dense, Everything, Padding
 
 BATCH, HEADS = 2, 2
@@ -44,7 +47,8 @@ def assert_is_its_pattern(backend: Backend, tensors: list[Tensor], mask: Mask | 
     """Output, log-sum-exp and gradients against the dense reference of the backend's own pattern."""
     query, key, _ = tensors
     got = attention(*tensors, backend=backend, mask=mask, return_lse=True, **options)
-    bias = backend.reference_bias(query, key, mask=mask or Everything(), query_offset=0)
+    offset = key.shape[2] - query.shape[2]
+    bias = backend.reference_bias(query, key, mask=mask or Everything(), query_offset=offset)
     own = pattern(query, key, backend=backend, mask=mask)
     want = reference.attention(*tensors, mask=own, bias=bias, **options)
     torch.testing.assert_close(got, want)
@@ -273,6 +277,164 @@ def test_shared_queries_and_keys_need_one_length_and_as_many_heads():
     )
 
 
+# Anchors
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket_size", "share"), [(1024, 32, 0.6), (2048, 16, 0.35)], ids=["one level", "two levels"]
+)
+def test_anchors_find_what_rotations_miss(length, bucket_size, share):
+    """On clusters, with fewer pairs: errors of 0.71 and 1.28 by rotations here, 0.33 and 0.39 by anchors."""
+    sizes = {"batch_size": 1, "num_heads": 1, "num_kv_heads": 1, "seq_len": length, "head_dim": 64}
+    drawn = make_inputs("clustered", **sizes, dtype=torch.float32, device="cpu", seed=0)
+    tensors = (drawn.query, drawn.key, drawn.value)
+    full = attention(*tensors, backend="full", mask=Dense(~torch.eye(length, dtype=torch.bool)))
+    errors, pairs = [], []
+    for directions in ("rotation", "anchors"):
+        backend = get("lsh(shared_qk=True)", bucket_size=bucket_size, hashing=directions)
+        errors.append(((attention(*tensors, backend=backend) - full).norm() / full.norm()).item())
+        pairs.append(seen(backend, *tensors[:2]).sum())
+    assert errors[1] < share * errors[0]
+    assert pairs[1] < pairs[0]
+
+
+def test_neighbouring_anchors_lie_in_order_along_the_line():
+    sample, line = F.normalize(draw(3, 320, 8).float(), dim=-1), draw(3, 8, 1, seed=1).float()
+    for anchors in hashing._anchors(sample, [20, 4], line):
+        torch.testing.assert_close(anchors.norm(dim=-1), torch.ones(anchors.shape[:2]))
+        assert (torch.bmm(anchors, line).diff(dim=1) >= 0).all()
+
+
+OPTIONS = [
+    {"hashing": "anchors"},
+    {"hashing": "anchors", "shared_qk": True},
+    {"local": True},
+    {"local": True, "shared_qk": True, "hashing": "anchors"},
+    {"sinks": 3},
+    {"hashing": "anchors", "local": True, "sinks": 3},
+    {"hashing": "anchors", "local": True, "sinks": 3, "count": "per_round"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("length", [1, 2, 7, 50])
+def test_every_option_is_its_pattern(options, length):
+    keep = torch.ones(BATCH, length, dtype=torch.bool)
+    keep[0, : length // 3] = False
+    for mask in (None, Causal(), Causal() & Padding(keep)):
+        backend = get("lsh(bucket_size=4, num_hashes=2)", **options)
+        assert_is_its_pattern(backend, inputs(length, options.get("shared_qk", False)), mask)
+
+
+@pytest.mark.parametrize(("query_len", "key_len"), [(1, 50), (9, 50), (50, 9)])
+def test_options_with_grouped_heads_and_different_lengths(query_len, key_len):
+    tensors = [draw(2, h, n, 8, seed=h + n).requires_grad_() for h, n in ((6, query_len), (2, key_len), (2, key_len))]
+    for options in OPTIONS:
+        if not options.get("shared_qk"):
+            assert_is_its_pattern(get("lsh(bucket_size=4, num_hashes=2)", **options), tensors, Causal())
+
+
+def test_many_anchors_come_in_two_levels():
+    """Past 64 buckets; what lies together still finds together: each key's cluster is 8 of 2048 keys."""
+    x = clusters(count=256, size=8)
+    alike = torch.cdist(x[0, 0], x[0, 0]) < 1
+    dense = seen("lsh(bucket_size=16, num_hashes=2, hashing='anchors', look_ahead=1)", x, x)[0, 0]
+    assert (dense & alike).sum() >= 0.95 * alike.sum()
+    assert dense.double().mean() < 0.06
+    tensors = [draw(1, 1, 600, 8, seed=s).requires_grad_() for s in (1, 2, 3)]
+    assert_is_its_pattern(get("lsh(bucket_size=2, num_hashes=2, hashing='anchors')"), tensors, Causal())
+
+
+@pytest.mark.parametrize("options", [{"hashing": "anchors"}, {"hashing": "anchors", "shared_qk": True}], ids=str)
+def test_draws_of_anchors_are_the_seeds_alone(options):
+    tensors, state = inputs(shared=options.get("shared_qk", False)), torch.get_rng_state()
+    backends = [get("lsh(bucket_size=4, num_hashes=1)", seed=seed, **options) for seed in (3, 3, 4)]
+    first, again, other = (attention(*tensors, backend=backend) for backend in backends)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+    alone = attention(*(t[1:] for t in tensors), backend=backends[0])
+    assert torch.equal(first[1:], alone), "another batch row had a say"
+
+
+def plan_of(query: Tensor, key: Tensor, keep: Tensor | None = None) -> ChunkPlan:
+    """A plan by anchors."""
+    sizes = {"query_offset": 0, "chunk_size": 4, "num_hashes": 3, "look_back": 1, "look_ahead": 0, "sinks": 2}
+    return hashing.plan_chunks(query, key, keep, shared=False, seed=0, hashing="anchors", **sizes)
+
+
+@pytest.mark.parametrize("hidden", [1e30, math.nan, math.inf])
+def test_padded_keys_have_no_say_in_the_anchors(hidden):
+    keep = torch.ones(BATCH, 50, dtype=torch.bool)
+    keep[0, 30:], keep[1, ::3] = False, False
+    query, key, _ = (t.detach() for t in inputs())
+    other = key.masked_fill(~keep[:, None, :, None], hidden)
+    plans = (plan_of(query, k, keep).tensors for k in (key, other))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*plans, strict=True))
+
+
+def test_sinks_and_queries_have_no_say_in_the_anchors():
+    query, key, _ = (t.detach() for t in inputs())
+    other = key.clone()
+    other[:, :, :2] = 1e3 * draw(BATCH, HEADS, 2, 8, seed=9)
+    orders = [plan_of(q, k).key_order for q, k in ((query, key), (-query, key), (query, other))]
+    assert torch.equal(orders[0], orders[1])
+    assert torch.equal(orders[0], orders[2])
+
+
+@pytest.mark.parametrize("directions", ["rotation", "anchors"])
+def test_no_gradient_and_no_value_comes_from_the_future(directions):
+    query, key, value = inputs()
+    backend = get("lsh(bucket_size=4, local=True, sinks=2)", hashing=directions)
+    output = attention(query, key, value, backend=backend, mask=Causal())
+    grads = torch.autograd.grad(output[:, :, :30].sum(), (query, key, value))
+    assert not any(grad[:, :, 30:].any() for grad in grads)
+    later = value.detach().clone()
+    later[:, :, 30:] = 1e6
+    assert torch.equal(attention(query, key, later, backend=backend, mask=Causal())[:, :, :30], output[:, :, :30])
+
+
+def test_a_key_that_is_not_finite_breaks_no_order():
+    query, key, value = (t.detach() for t in inputs(300))
+    key[0, 0, 7] = math.nan
+    dense = seen("lsh(bucket_size=2, num_hashes=2, hashing='anchors')", query, key)
+    assert (dense.sum(-1) >= 4).all()
+    assert attention(query, key, value, backend="lsh(bucket_size=2, hashing='anchors')")[1].isfinite().all()
+
+
+# The local round and the sinks
+
+
+def test_the_local_round_meets_what_stands_near():
+    query, key, _ = inputs()
+    near = (torch.arange(50)[:, None] - torch.arange(50)).abs() < 4
+    before = near & Causal().dense(1, 1, 50, 50)[0, 0]
+    for shared in (False, True):
+        backend = get("lsh(bucket_size=8, num_hashes=1, local=True)", shared_qk=shared)
+        dense = seen(backend, query, F.normalize(query, dim=-1) if shared else key, Causal())
+        own = torch.eye(50, dtype=torch.bool)
+        assert (dense | own)[..., before | own].all()
+        without = seen(get(backend, local=False), query, F.normalize(query, dim=-1) if shared else key, Causal())
+        assert not (without | own)[..., before].all()
+
+
+def test_sinks_are_the_first_real_keys_and_stay_out_of_the_hashing():
+    query, key, _ = inputs()
+    keep = torch.ones(BATCH, 50, dtype=torch.bool)
+    keep[0, :20] = False
+    dense = seen("lsh(bucket_size=4, num_hashes=1, sinks=3)", query, key, Padding(keep))
+    assert dense[0, :, :, 20:23].all()
+    assert dense[1, :, :, :3].all()
+    assert (dense.sum(-1) == 3 + 8).all(), "a sink took another key's place"
+
+
+@pytest.mark.parametrize("sinks", [50, 1000])
+def test_where_all_keys_are_sinks_attention_is_full(sinks):
+    tensors = inputs()
+    got = attention(*tensors, backend=get("lsh(bucket_size=4)", sinks=sinks), mask=Causal())
+    torch.testing.assert_close(got, attention(*tensors, backend="full", mask=Causal()))
+
+
 # Edges of the approximation
 
 
@@ -314,15 +476,16 @@ def test_many_buckets_are_made_of_two_rotations():
     assert_is_its_pattern(backend, [query, key, value], Causal())
 
 
+@pytest.mark.parametrize("spec", ["lsh", "lsh(hashing='anchors', local=True, sinks=4)"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_memory_grows_with_the_length(backward):
+def test_memory_grows_with_the_length(backward, spec):
     """Also while the number of buckets in one rotation grows, up to 128 of them."""
 
     def peak(length: int) -> int:
         tensors = [draw(1, 2, length, 16).float().requires_grad_() for _ in range(3)]
 
         def call() -> object:
-            output = attention(*tensors, backend="lsh", mask=Causal())
+            output = attention(*tensors, backend=spec, mask=Causal())
             return torch.autograd.grad(output.sum(), tensors) if backward else output
 
         return peak_memory(call, "cpu")
@@ -340,6 +503,10 @@ def test_memory_grows_with_the_length(backward):
         ({"look_ahead": 0.5}, "look_ahead must be an integer >= 0, got 0.5"),
         ({"seed": -1}, "seed must be an integer >= 0 or None, got -1"),
         ({"shared_qk": 1}, "shared_qk must be True or False, got 1"),
+        ({"hashing": "kmeans"}, "hashing must be 'rotation' or 'anchors', got 'kmeans'"),
+        ({"local": 1}, "local must be True or False, got 1"),
+        ({"sinks": -1}, "sinks must be an integer >= 0, got -1"),
+        ({"sinks": 2, "shared_qk": True}, "sinks must be 0 with shared_qk, got 2"),
         ({"count": "twice"}, "count must be 'once' or 'per_round', got 'twice'"),
     ],
 )

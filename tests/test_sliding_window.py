@@ -9,6 +9,7 @@ from torch import Tensor
 import effattn
 from effattn import attention, get, pattern, reference
 from effattn.bench.memory import peak_memory
+from effattn.kernels import tiles
 from effattn.masks import Causal, Documents, Global, Padding, Window
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
@@ -221,3 +222,23 @@ def test_the_gradient_of_a_broadcast_bias_takes_no_more(spec):
         return peak_memory(call, "cpu")
 
     assert peak(2048) <= 2.2 * peak(1024)
+
+
+@pytest.mark.parametrize("workspace_bytes", [2**17, 2**18, 3 * 2**17, 2**22])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+def test_runs_of_tiles_and_single_tiles_agree_whatever_fits_the_workspace(workspace_bytes, num_kv_heads, monkeypatch):
+    monkeypatch.setattr(tiles, "_WORKSPACE_BYTES", workspace_bytes)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(2, heads, 1000, 8, generator=generator) for heads in (4, num_kv_heads, num_kv_heads, 4)
+    )
+    mask = Causal() & Padding(torch.arange(1000) >= torch.tensor([[0], [300]]))
+    inputs = [t.requires_grad_() for t in (query, key, value)]
+    for spec in ("sliding_window(left=70, right=0)", "sliding_window(left=100, right=30)"):
+        backend = get(spec)
+        output = attention(*inputs, backend=backend, mask=mask)
+        seen = backend.pattern(query, key, mask=mask, query_offset=0)
+        expected, _ = reference.attention(query, key, value, mask=seen)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+        got, want = (torch.autograd.grad(o, inputs, grad.to(o.dtype)) for o in (output, expected))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -75,7 +75,7 @@ _KNOWN = {
 _OTHER_COLORS = ("#332288", "#882255", "#44aa99", "#999933", "#aa4466", "#aa4499")
 _MARKERS = ("o", "s", "D", "^", "v", "<", "p", ">", "h", "*")
 
-_RC = {
+RC = {
     **sns.axes_style("ticks"),
     **sns.plotting_context("paper", font_scale=0.9),
     "axes.spines.right": False,
@@ -151,11 +151,11 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
         "error_vs_time": _trade_off_figure,
     }
     paths = []
-    with mpl.rc_context(_RC):
+    with mpl.rc_context(RC):
         for suffix, rows in _by_conditions(frame):
             for name, draw in figures.items():
                 figure = draw(rows, style)
-                paths += [_save(figure, out / f"{name}{suffix}.{kind}") for kind in ("png", "pdf")]
+                paths += [save_figure(figure, out / f"{name}{suffix}.{kind}") for kind in ("png", "pdf")]
     return paths
 
 
@@ -607,7 +607,7 @@ def _backend_order(spec: str) -> tuple[int, str, list[str | int]]:
     return rank, name, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", spec)]
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     stamps = {".png": ("Software",), ".pdf": ("Creator", "Producer", "CreationDate")}[path.suffix]
     figure.savefig(path, dpi=200, metadata=dict.fromkeys(stamps))
     return path

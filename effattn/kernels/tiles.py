@@ -375,7 +375,8 @@ class _Tiles:
         if isinstance(mask, Everything):
             return _Additive()
         if mask.is_relative:  # made once for each place beside the diagonal; all tiles of a run stand in the same
-            place = (run.first - span.first, run.height, span.width, mask)
+            # A single tile holds the rows of all heads of a group, a run those of one head.
+            place = (run.first - span.first, run.height, span.width, mask, unit.is_run)
             if place not in self._relative:
                 one = replace(unit, run=replace(run, count=1, spans=(span,)))
                 self._relative[place] = self._sparse_additive(mask, one, span)
