@@ -30,13 +30,12 @@ class LSH(Backend):
     ``hashing="anchors"`` finds directions among the keys instead, anew in every round and for every head of keys:
     two steps of spherical k-means on a sample of 16 keys a bucket (where there are more than 64 buckets, a second
     level divides each), put in order along a random line, so that neighbouring buckets are alike. A key goes to the
-    anchor nearest in angle, a query to that of the largest product. It costs up to 1.2 times the time.
+    anchor nearest in angle, a query to that of the largest product.
 
     ``local`` adds a round that sorts by position alone, so that a chunk meets its own surroundings. The first
     ``sinks`` keys that are not padding are seen by all queries that may, and stay out of the hashing (Xiao et al.
-    2023, "Efficient streaming language models with attention sinks"); not with ``shared_qk``. A real model needs
-    both: on four layers of SmolLM2 at 4096 tokens, three rounds with ``hashing="anchors", local=True, sinks=4``
-    have a relative L2 error of 0.22, where four rounds of rotations at the same density have 1.08.
+    2023, "Efficient streaming language models with attention sinks"); not with ``shared_qk``. A real model
+    needs both: ``experiments/hashing.yaml`` shows what each is worth.
 
     With ``shared_qk`` the key must be the query up to a positive scale, as in the paper (which divides it by its
     length): one hash serves both, and a token attends to itself only where it sees nothing else, whatever the
