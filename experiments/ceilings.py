@@ -15,6 +15,7 @@ from rich.table import Table
 from torch.utils.benchmark import Timer
 
 import effattn
+from effattn.bench.ceilings import measure_ceilings
 
 BACKENDS = ("sdpa", "chunked", "sliding_window", "lsh", "lsh(shared_qk=True, count='per_round')")
 
@@ -25,22 +26,11 @@ def median_s(call: Callable[[], object]) -> float:
     return timer.adaptive_autorange(threshold=0.1, min_run_time=0.5, max_run_time=8).median
 
 
-def matmul_flops(dtype: torch.dtype) -> float:
-    """Floating point operations a second of a product of 2048 x 2048 matrices."""
-    a, b = torch.randn(2, 2048, 2048).to(dtype)
-    return 2 * 2048**3 / median_s(lambda: a @ b)
-
-
-def copy_bytes() -> float:
-    """Bytes a second that a copy of 256 MiB reads and writes."""
-    source, target = torch.randn(2**26), torch.empty(2**26)
-    return 2 * source.nbytes / median_s(lambda: target.copy_(source))
-
-
 def main(seq_len: int = 8192, num_heads: int = 12, head_dim: int = 64, dtype: str = "float32") -> None:
     """Measure both limits, then each backend without a mask, forward and forward with backward."""
     of = getattr(torch, dtype)
-    rate, bandwidth = matmul_flops(of), copy_bytes()
+    ceilings = measure_ceilings("cpu", dtype)
+    rate, bandwidth = 1e12 * ceilings.matmul_tflops, 1e9 * ceilings.copy_gb_s
     shape = (1, num_heads, seq_len, head_dim)
     generator = torch.Generator().manual_seed(0)
     query, value, grad = (torch.randn(shape, generator=generator).to(of) for _ in range(3))
