@@ -1,5 +1,7 @@
 """Inputs of the runner: what is drawn, and what is recorded from a model, here tiny random ones."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,7 +282,7 @@ def test_what_a_source_cannot_give(source: CaptureSource, tmp_path: Path) -> Non
         ensure_captured(CaptureSource(source.model, str(short)), 11)
     with pytest.raises(ValueError, match=r"layers must be below 3, the depth of .*, got \(0, 3\)"):
         ensure_captured(CaptureSource(source.model, source.text, layers=(0, 3)), 8)
-    with pytest.raises(ValueError, match=r"text must be 'stdlib' or a text file, got 'no\.txt'"):
+    with pytest.raises(ValueError, match=r"text must be one of stdlib, prose, tables, or a text file, got 'no\.txt'"):
         ensure_captured(CaptureSource(source.model, "no.txt"), 8)
     assert cache_files_if_any() == []
 
@@ -345,11 +347,47 @@ def test_recording_is_linear_stops_early_and_leaves_the_model_as_it_was(source: 
     seen = []
     for index, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(lambda *_, index=index: seen.append(index))
-    tokens = capture.read_tokens(source, tokenizer, MODEL_POSITIONS)
+    visited: list[int] = []
     with LargestTensor() as largest:
-        capture._record_layers(model, tokens, source.layers, source.model)
+        info = capture.stream(
+            source,
+            MODEL_POSITIONS,
+            lambda inputs: visited.append(inputs.layer),
+            layers=(1, 0),
+            loaded=(model, tokenizer),
+        )
+    assert visited == [0, 1]
+    assert info.layers == (1, 0)
     assert 0 < largest.numel < MODEL_POSITIONS**2 / 4
     assert seen == [0]  # layer 1 is the last one wanted
+    assert model.config._attn_implementation == own
+
+
+def test_all_layers_one_at_a_time(source: CaptureSource) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    streamed = {}
+
+    def visit(inputs: capture.LayerInputs) -> None:
+        gc.collect()
+        assert all(reference() is None for reference in alive)
+        alive.extend(weakref.ref(tensor) for tensor in (inputs.query, inputs.key, inputs.value))
+        streamed[inputs.layer] = inputs.query.clone()
+
+    info = capture.stream(source, 64, visit)
+    assert list(streamed) == list(info.layers) == [0, 1, 2]
+    for layer, query in zip(source.layers or (), load_captured(source, 64).query, strict=True):
+        assert torch.equal(streamed[layer][0], query)
+
+
+def test_what_a_visit_raises_comes_through(source: CaptureSource) -> None:
+    model, tokenizer = capture.load_model(source)
+    own = model.config._attn_implementation
+
+    def visit(inputs: capture.LayerInputs) -> None:
+        raise ArithmeticError(f"layer {inputs.layer}")
+
+    with pytest.raises(ArithmeticError, match="layer 0"):
+        capture.stream(source, 8, visit, loaded=(model, tokenizer))
     assert model.config._attn_implementation == own
 
 
@@ -369,6 +407,14 @@ def test_the_standard_library_begins_with_argparse(source: CaptureSource) -> Non
     assert tokenizer.decode(tokens[0, 1 : 1 + size]) == text
     assert (tokens[0] == 0).nonzero().tolist() == [[0]]  # <s> begins the whole, not every file
     assert torch.equal(capture.read_tokens(stdlib, tokenizer, 100), tokens[:, :100])
+
+
+def test_texts_that_every_machine_has() -> None:
+    starts = {name: next(documents()) for name, documents in capture.TEXTS.items()}
+    assert len(set(starts.values())) == 3
+    assert starts["prose"].count(". ") > 100  # sentences
+    assert starts["tables"].count("': '") > 1000  # entries
+    assert all(sum(map(len, documents())) > 200_000 for documents in capture.TEXTS.values())
 
 
 def test_max_seq_len_without_the_weights(source: CaptureSource) -> None:

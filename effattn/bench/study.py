@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 import effattn
 from effattn import masks
-from effattn.bench.capture import CaptureSource
+from effattn.bench.capture import TEXTS, CaptureSource
 from effattn.bench.inputs import kinds
 
 Count = Annotated[int, Field(gt=0)]
@@ -125,7 +125,7 @@ class Study(BaseModel):
     )
     inputs: tuple[str, ...] = Field(("captured",), min_length=1, description=f"of {', '.join(kinds())}")
     model: str = Field(CaptureSource.model, description="captured: a model's PyPI package, folder or id")
-    text: str = Field(CaptureSource.text, description="captured: stdlib (Python's, in source) or a text file")
+    text: str = Field(CaptureSource.text, description=f"captured: of {', '.join(TEXTS)}, or a text file")
     layers: tuple[int, ...] | None = Field(None, description="captured: which layers; None = a telling choice")
     passes: tuple[Pass, ...] = Field(("forward", "forward_backward"), min_length=1, description="what is timed")
     repeats: int = Field(5, ge=5, description="timed runs of a cell, at least")
