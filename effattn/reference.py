@@ -133,21 +133,26 @@ def gradients(
     bias: Bias | None = None,
     scale: float | None = None,
     query_offset: int | None = None,
+    rows: Int[Tensor, " rows"] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``(attention(...) * grad_output).sum()`` for query, key and value, by blocks of rows.
 
-    Time O(query_len x key_len); memory a block of rows x ``key_len``, as in ``attention``.
+    With ``rows`` the sum is over these query rows alone, and ``grad_output`` has only them. Time
+    O(rows x key_len); memory a block of rows x ``key_len``, as in ``attention``.
     """
     inputs = [t.detach().to(dtype).requires_grad_() for t in (query, key, value)]
     totals = [torch.zeros_like(t) for t in inputs]
-    query_len, bytes_per_row = query.shape[2], query.shape[0] * query.shape[1] * key.shape[2] * dtype.itemsize
-    for index in torch.arange(query_len, device=query.device).split(max(_BLOCK_BYTES // max(bytes_per_row, 1), 1)):
-        output, _ = attention(
-            *inputs, mask=mask, bias=bias, scale=scale, query_offset=query_offset, rows=index, dtype=dtype
-        )
+    bytes_per_row = query.shape[0] * query.shape[1] * key.shape[2] * dtype.itemsize
+    rows = torch.arange(query.shape[2], device=query.device) if rows is None else rows
+    places = torch.arange(len(rows), device=query.device)
+    for place in places.split(max(_BLOCK_BYTES // max(bytes_per_row, 1), 1)):
+        with torch.enable_grad():
+            output, _ = attention(
+                *inputs, mask=mask, bias=bias, scale=scale, query_offset=query_offset, rows=rows[place], dtype=dtype
+            )
         for total, grad in zip(
-            totals, torch.autograd.grad(output, inputs, grad_output[:, :, index].to(dtype)), strict=True
+            totals, torch.autograd.grad(output, inputs, grad_output[:, :, place].to(dtype)), strict=True
         ):
             total += grad
     return totals[0], totals[1], totals[2]

@@ -1,5 +1,63 @@
-"""Shared by all tests: one thread a process, since the problems are small and the suite runs in parallel."""
+"""Shared by all tests: one thread a process, since problems are small and tests run in parallel; and models."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+TINY_LLAMA = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 640,
+}
+
+
+@pytest.fixture(scope="session")
+def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Save a tiny random causal model and a tokenizer of bytes, <s> before them; gives the folder."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'models'")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.decoder = decoders.ByteLevel()
+
+    def save(config: Any) -> str:
+        folder = tmp_path_factory.mktemp(type(config).__name__)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.data *= 8  # attention that is far from uniform
+        model.save_pretrained(folder)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def llama(save_model: Callable[..., str]) -> str:
+    """The folder of a tiny random Llama."""
+    import transformers
+
+    return save_model(transformers.LlamaConfig(**TINY_LLAMA))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> tuple[Any, Any]:
+    """SmolLM2 and its tokenizer, loaded once a process; whoever changes it puts it back."""
+    pytest.importorskip("transformers", reason="needs the extra 'models'")
+    from effattn.bench.capture import CaptureSource, load_model
+
+    return load_model(CaptureSource())

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 import effattn
 from effattn import Causal, Everything, Global, Window
-from effattn.bench.errors import gradient_errors, output_errors, rel_l2, sample_rows, work
+from effattn.bench.errors import gradient_errors, output_errors, rel_l2, relative_interval, sample_rows, work
 from effattn.bench.inputs import make_inputs
 
 SCALE = 0.3
@@ -216,10 +216,48 @@ def test_the_error_of_nothing_against_nothing_is_zero():
 def test_without_a_pattern_only_the_total_error_is_known(tensors):
     full = outputs(*tensors, Causal())
     found = errors(full + 0.1, tensors, Causal(), None)
-    assert found.keys() == {"total_rel_l2", "total_cosine", "total_max_abs"}
+    assert found.keys() == {"total_rel_l2", "total_rel_l2_low", "total_rel_l2_high", "total_cosine", "total_max_abs"}
     assert found["total_rel_l2"] == pytest.approx(rel_l2(full + 0.1, full))
     assert found["total_max_abs"] == pytest.approx(0.1)
     grads = tuple(torch.zeros_like(tensor) for tensor in tensors)
     grad_output = torch.ones_like(full)
     found = gradient_errors(grads, *tensors, grad_output, mask=Causal(), pattern=None, scale=SCALE)
     assert found == {"grad_total_rel_l2": pytest.approx(1.0)}
+
+
+def test_the_interval_holds_as_often_as_it_says():
+    """Of a ratio whose rows differ by orders of magnitude, as those of hashed attention do."""
+    generator = torch.Generator().manual_seed(0)
+    norms = 1 + torch.rand(2000, dtype=torch.float64, generator=generator)
+    position = torch.linspace(0, 2, 2000, dtype=torch.float64)
+    squares = norms * (1.2 * torch.randn(2000, dtype=torch.float64, generator=generator) + position).exp()
+    exact = (squares.sum() / norms.sum()).sqrt()
+    held = 0
+    for seed in range(400):
+        rows = sample_rows(2000, 128, seed)
+        low, high = relative_interval(squares[rows], norms[rows], 2000)
+        held += bool(low <= exact <= high)
+    assert 0.88 <= held / 400 <= 0.98  # of the 95%, heavy tails cost some
+
+
+def test_the_interval_is_exact_where_all_rows_are_known_and_unknown_for_two():
+    squares, norms = torch.rand(2, 3, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    low, high = relative_interval(squares, norms, 10)
+    assert torch.equal(low, high)
+    torch.testing.assert_close(low, (squares.sum(-1) / norms.sum(-1)).sqrt())
+    low, high = relative_interval(squares[:, :2], norms[:, :2], 10)
+    assert low.isnan().all()
+    assert high.isnan().all()
+    low, high = relative_interval(torch.zeros(3, 5), norms[:, :5], 10)
+    assert not low.any()
+    assert not high.any()
+
+
+def test_the_interval_stands_in_the_record(tensors):
+    mask, pattern = Causal(), Causal() & Window(3, 0)
+    ours, rows = outputs(*tensors, pattern), torch.tensor([0, 4, 6, 9, 12])
+    found = errors(ours, tensors, mask, pattern, rows)
+    for kind in ("approximation", "total"):
+        assert found[f"{kind}_rel_l2_low"] < found[f"{kind}_rel_l2"] < found[f"{kind}_rel_l2_high"]
+    assert errors(ours, tensors, mask, pattern, rows[:2])["total_rel_l2_low"] is None
+    assert errors(outputs(*tensors, mask), tensors, mask, mask, rows)["approximation_rel_l2_high"] == 0

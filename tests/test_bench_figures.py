@@ -260,6 +260,31 @@ def test_trade_off_has_errors_above_and_exact_backends_in_the_strip(draw: Callab
     assert "exact" in [label.get_text() for label in figure.axes[0].get_yticklabels()]
 
 
+def test_the_trade_off_shows_the_pareto_front(draw: Callable[[Any], dict[str, Figure]]) -> None:
+    slow = record("chunked", 512, forward_ms_median=9.0, approximation_rel_l2=0.0)
+    close = record("flex", 512, forward_ms_median=3.0, approximation_rel_l2=0.02)
+    worse = record("xformers", 512, forward_ms_median=4.0, approximation_rel_l2=0.03)
+    (ax,) = draw([record("lsh", 512, forward_ms_median=2.0), close, worse, slow])["error_vs_time"].axes
+    front = line(ax, "_front")
+    assert front.get_drawstyle() == "steps-post"
+    assert front.get_xdata() == pytest.approx([2.0, 3.0, 9.0])
+    assert front.get_ydata() == pytest.approx([0.0512, 0.02, ax.get_ylim()[0]])
+
+
+@pytest.mark.parametrize(
+    ("costs", "errors", "front"),
+    [
+        ([3, 1, 2], [0, 2, 1], [True, True, True]),
+        ([3, 1, 2], [0, 1, 1], [True, True, False]),
+        ([1, 1, 1], [2, 1, 1], [False, True, False]),
+        ([1, np.nan, 2], [1, 0, np.nan], [True, False, False]),
+        ([], [], []),
+    ],
+)
+def test_the_front_is_what_nothing_beats(costs: list[float], errors: list[float], front: list[bool]) -> None:
+    assert figures.pareto_front(costs, errors) == front
+
+
 def test_lengths_are_ticks_in_powers_of_two(draw: Callable[[Any], dict[str, Figure]]) -> None:
     ax = draw(sweep("lsh"))["time_vs_length"].axes[0]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["512", "1k", "2k", "4k"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import TINY_LLAMA
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,14 +20,8 @@ from effattn.bench.inputs import HeadShape, Inputs, input_shape, kinds, make_inp
 transformers = pytest.importorskip("transformers", reason="captured inputs need the extra 'models'")
 
 SHAPE = {"batch_size": 2, "num_heads": 4, "num_kv_heads": 2, "seq_len": 96, "head_dim": 16}
-MODEL_POSITIONS = 640
-TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-TINY_LLAMA = {
-    **TINY,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": MODEL_POSITIONS,
-}
+TINY = {name: TINY_LLAMA[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+MODEL_POSITIONS = TINY_LLAMA["max_position_embeddings"]
 
 
 def make(kind: str, **changes: Any) -> Inputs:
@@ -113,37 +108,6 @@ def test_what_cannot_be_drawn(kind: str, changes: dict[str, Any], message: str) 
 
 
 # Captured ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Save a tiny random causal model and a tokenizer of bytes, <s> before them; gives the folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    alphabet = ["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.decoder = decoders.ByteLevel()
-
-    def save(config: Any) -> str:
-        folder = tmp_path_factory.mktemp(type(config).__name__)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.data *= 8  # attention that is far from uniform
-        model.save_pretrained(folder)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-        return str(folder)
-
-    return save
-
-
-@pytest.fixture(scope="module")
-def llama(save_model: Callable[..., str]) -> str:
-    return save_model(transformers.LlamaConfig(**TINY_LLAMA))
 
 
 @pytest.fixture
@@ -392,8 +356,8 @@ def test_what_a_visit_raises_comes_through(source: CaptureSource) -> None:
 
 
 def test_the_default_layers_follow_the_depth() -> None:
-    assert capture._choose_layers(CaptureSource(), depth=30) == (15, 1, 7, 25)
-    assert capture._choose_layers(CaptureSource(), depth=2) == (1, 0)
+    assert capture.choose_layers(CaptureSource(), depth=30) == (15, 1, 7, 25)
+    assert capture.choose_layers(CaptureSource(), depth=2) == (1, 0)
 
 
 def test_the_standard_library_begins_with_argparse(source: CaptureSource) -> None:

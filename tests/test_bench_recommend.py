@@ -7,7 +7,14 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from effattn.bench.recommend import load_records, pareto_figure, print_recommendation, recommend
+from effattn.bench.recommend import (
+    load_records,
+    pareto_figure,
+    print_recommendation,
+    recommend,
+    recommend_for_perplexity,
+)
+from effattn.cli import main
 
 
 def a_record(backend, time_ms, error, *, memory_mib=10, **fields):
@@ -28,6 +35,26 @@ RECORDS = [
     a_record("lsh(num_hashes=8)", 80, 0.02),
     a_record("lsh(num_hashes=2)", 60, 0.3),
     a_record("flex", None, 0.0, status="out_of_memory", reason="CUDA out of memory\nmore lines"),
+]
+
+
+def an_evaluation(backend, attention_ms, ratio, **fields):
+    """A record of `effattn evaluate`."""
+    return {
+        "study": "evaluate", "cell": f"{backend}{fields}", "model": "m", "text": "t", "weights_sha256": "w",
+        "tokens_sha256": "k", "layers": None, "dtype": "float32", "device": "cuda", "machine": "here",
+        "backend": backend, "seq_len": 16384, "status": "ok", "reason": None, "perplexity_ratio": ratio,
+        "density": 0.5, "attention_ms": attention_ms, "forward_ms": attention_ms and 1000 - attention_ms,
+    } | fields  # fmt: skip
+
+
+EVALUATIONS = [
+    an_evaluation("sdpa", 100, 1.0),
+    an_evaluation("sliding_window", 10, 1.9),
+    an_evaluation("lsh", 50, 1.04),
+    an_evaluation("lsh(num_hashes=8)", 80, 1.02),
+    an_evaluation("lsh(num_hashes=2)", 60, 1.3),
+    an_evaluation("flex", None, None, status="unsupported", reason="requested float32; supported none"),
 ]
 FOR = {"seq_len": 16384, "device": "cuda"}
 
@@ -143,3 +170,116 @@ def test_the_figure_marks_what_is_chosen(max_error, tmp_path):
     assert sum("chosen" in label for label in labels) == 1
     assert len(labels) == len(answer.table)
     figure.savefig(tmp_path / "pareto.png")
+
+
+# Perplexity -------------------------------------------------------------------------------------------------
+
+
+def ask_for_perplexity(max_increase, records=EVALUATIONS, **options):
+    return recommend_for_perplexity(pd.DataFrame(records), max_increase=max_increase, **FOR | options)
+
+
+@pytest.mark.parametrize(
+    ("max_increase", "backend"),
+    [(0, "sdpa"), (0.03, "lsh(num_hashes=8)"), (0.05, "lsh"), (0.35, "lsh"), (0.9, "sliding_window")],
+)
+def test_the_cheapest_that_keeps_perplexity(max_increase, backend):
+    (answer,) = ask_for_perplexity(max_increase)
+    assert answer.backend == backend
+    assert f"{backend}  least time of attention with an increase in perplexity of at most" in printed(answer)
+    assert answer.failed == {"flex": "unsupported: requested float32; supported none"}
+    assert answer.table["front"].tolist() == [True, True, False, True, True]
+
+
+def test_the_time_of_the_whole_model_may_be_what_counts():
+    (answer,) = ask_for_perplexity(0.35, cost="forward")
+    assert answer.backend == "sdpa"
+
+
+def test_no_backend_that_keeps_perplexity_is_said_with_the_closest():
+    (answer,) = ask_for_perplexity(0.01, EVALUATIONS[1:])
+    assert answer.backend is None
+    text = " ".join(printed(answer).split())
+    assert "Nothing measured keeps an increase in perplexity of at most 1% at 16,384 tokens" in text
+    assert "the closest is lsh(num_hashes=8) with 2%" in text
+
+
+def test_each_model_and_choice_of_layers_gets_its_answer():
+    other = an_evaluation("lsh", 1, 1.5, model="n")
+    some = an_evaluation("sdpa", 70, 1.0, layers=[0, 2])
+    answers = ask_for_perplexity(0.05, [*EVALUATIONS, other, some])
+    assert [(answer.conditions[0], answer.backend) for answer in answers] == [
+        ("m reading t · all layers", "lsh"),
+        ("m reading t · layers 0, 2", "sdpa"),
+        ("n reading t · all layers", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 1024}, "recommend: seq_len 1024 has not been measured with the rest of what is asked; 16384 have"),
+        ({"device": "cpu"}, "recommend: device cpu has not been measured .*; cuda have"),
+        ({"dtype": "bfloat16"}, "recommend: dtype bfloat16"),
+        ({"cost": "memory"}, "recommend: cost must be one of attention, forward, got 'memory'"),
+        ({"max_increase": -1}, "recommend: max_perplexity_increase must be >= 0, got -1"),
+    ],
+)
+def test_what_was_not_evaluated_or_is_wrong(options, message):
+    with pytest.raises(ValueError, match=message):
+        ask_for_perplexity(**{"max_increase": 0.05} | options)
+
+
+def test_the_figure_for_perplexity_is_in_percent(tmp_path):
+    (answer,) = ask_for_perplexity(0.05)
+    figure = pareto_figure(answer)
+    (ax,) = figure.axes
+    ticks = [label.get_text() for label in ax.get_yticklabels()]
+    assert ticks[-1] == "≤ 0.01%"
+    assert all(tick.endswith("%") for tick in ticks)
+    figure.savefig(tmp_path / "pareto.png")
+
+
+@pytest.fixture
+def results(tmp_path):
+    for name, records in (("sweep", RECORDS), ("evaluate", [*EVALUATIONS, an_evaluation("x", 1, 1.0, task="needle")])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return tmp_path
+
+
+def test_records_of_sweeps_and_of_evaluations_are_told_apart(results):
+    assert len(load_records([results])) == len(RECORDS)
+    assert len(load_records([results], "evaluate")) == len(EVALUATIONS)
+    with pytest.raises(ValueError, match="must hold those of an evaluation"):
+        load_records([results / "sweep"], "evaluate")
+
+
+def test_the_command_takes_one_budget_or_the_other(results, capsys):
+    asked = ["recommend", "--seq-len", "16384", "--device", "cuda", "--records", str(results)]
+    main([*asked, "--max-perplexity-increase", "0.03", "--figure", str(results / "f.png")])
+    assert "lsh(num_hashes=8)  least time of attention" in capsys.readouterr().out
+    assert (results / "f.png").exists()
+    main([*asked, "--max-perplexity-increase", "0.03", "--cost", "forward"])
+    assert "sdpa  least time of the model" in capsys.readouterr().out
+    main(asked)
+    assert "lsh  least time with a relative L2 error of at most 0.05" in capsys.readouterr().out
+    for wrong, message in (
+        (["--max-error", "0.1"], "max_error and max_perplexity_increase cannot both be given"),
+        (["--cost", "memory"], "cost must be one of attention, forward, got 'memory'"),
+        (["--mask", "causal"], "pass, input and mask are of sweeps"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([*asked, "--max-perplexity-increase", "0.03", *wrong])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_command_fails_where_nothing_qualifies(results, capsys):
+    asked = ["recommend", "--seq-len", "16384", "--device", "cuda", "--records", str(results)]
+    lines = (json.dumps(record) + "\n" for record in EVALUATIONS[1:])
+    (results / "evaluate" / "records.jsonl").write_text("".join(lines))
+    with pytest.raises(SystemExit) as ended:
+        main([*asked, "--max-perplexity-increase", "0.01"])
+    assert ended.value.code == 1
+    assert "Nothing measured keeps an increase in perplexity of at most 1%" in capsys.readouterr().out

@@ -213,3 +213,17 @@ def test_a_mask_that_does_not_fit_is_refused(query, key, value):
         reference.attention(query, key, value, mask=Dense(torch.ones(QUERY_LEN, KEY_LEN + 1).bool()))
     with pytest.raises(ValueError, match=r"padding: keep must have shape .* = \[2, 7\], got \[2, 8\]"):
         reference.attention(query, key, value, mask=Padding(torch.ones(BATCH, KEY_LEN + 1).bool()))
+
+
+def test_gradients_of_some_rows_are_those_of_a_loss_that_reads_them_alone():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(2, heads, 9, 4, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    rows = torch.tensor([1, 5, 8])
+    others = torch.ones(9, dtype=torch.bool).index_fill(0, rows, False)
+    expected = reference.gradients(query, key, value, grad * ~others[:, None], mask=Causal())
+    with torch.no_grad():
+        got = reference.gradients(query, key, value, grad[:, :, rows], mask=Causal(), rows=rows)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,13 @@ class LayerInputs:
     value: Float[Tensor, "1 kv_heads seq value_dim"]
     scale: float
 
+    def prefix(self, seq_len: int, *, dtype: torch.dtype, device: torch.device | str) -> "LayerInputs":
+        """The first `seq_len` tokens, contiguous: what a causal model makes of a text that ends there."""
+        query, key, value = (
+            x[:, :, :seq_len].contiguous().to(device=device, dtype=dtype) for x in (self.query, self.key, self.value)
+        )
+        return LayerInputs(self.layer, query, key, value, self.scale)
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -176,11 +184,29 @@ def max_seq_len(source: CaptureSource) -> int | None:
     Raises:
         ModuleNotFoundError, OSError: as `load_model`.
     """
-    from transformers import AutoConfig
+    return _positions(_config(source.model))
 
-    name_or_path, gguf = _locate(source.model)
-    with _quiet_transformers():
-        return _positions(AutoConfig.from_pretrained(name_or_path, **gguf))
+
+def num_layers(model: str) -> int:
+    """The depth of a model, named as in `CaptureSource`, from its configuration.
+
+    Raises:
+        ModuleNotFoundError, OSError: as `load_model`.
+    """
+    return _config(model).get_text_config().num_hidden_layers
+
+
+def choose_layers(source: CaptureSource, depth: int) -> tuple[int, ...]:
+    """The layers of `source`, or the telling ones of a model of `depth` layers (see `CaptureSource`).
+
+    Raises:
+        ValueError: for a layer beyond `depth`.
+    """
+    if source.layers is None:
+        return tuple(dict.fromkeys((depth // 2, depth // 30, depth // 4, 5 * depth // 6)))
+    if max(source.layers) >= depth:
+        raise ValueError(f"captured: layers must be below {depth}, the depth of {source.model!r}, got {source.layers}")
+    return source.layers
 
 
 # Model and text ---------------------------------------------------------------------------------------------
@@ -208,8 +234,8 @@ def load_model(source: CaptureSource) -> tuple[Any, Any]:
 def read_tokens(source: CaptureSource, tokenizer: Any, seq_len: int) -> Int[Tensor, "1 seq"]:
     """The first `seq_len` tokens of the text of `source`.
 
-    Its files or chapters are tokenized one by one, so that the tokens at the start do not depend on how many are read; the
-    first gets the tokenizer's special tokens, such as one for the beginning.
+    Its files or chapters are tokenized one by one, so that the tokens at the start do not depend on how many are
+    read; the first gets the tokenizer's special tokens, such as one for the beginning.
 
     Raises:
         ValueError: if the text has fewer tokens.
@@ -282,6 +308,14 @@ TEXTS: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
+def _config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    name_or_path, gguf = _locate(model)
+    with _quiet_transformers():
+        return AutoConfig.from_pretrained(name_or_path, **gguf)
+
+
 def _depth(model: Any) -> int:
     return model.config.get_text_config().num_hidden_layers
 
@@ -297,25 +331,21 @@ def _check_positions(source: CaptureSource, seq_len: int, positions: int | None)
         )
 
 
-def _choose_layers(source: CaptureSource, depth: int) -> tuple[int, ...]:
-    if source.layers is None:
-        return tuple(dict.fromkeys((depth // 2, depth // 30, depth // 4, 5 * depth // 6)))
-    if max(source.layers) >= depth:
-        raise ValueError(f"captured: layers must be below {depth}, the depth of {source.model!r}, got {source.layers}")
-    return source.layers
-
-
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice from transformers; its errors are exceptions and come through."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_loader
     from transformers.utils import logging
 
     verbosity, had_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    gguf_progress_bar = gguf_loader.tqdm  # taken from tqdm itself, past transformers' own switch
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    gguf_loader.tqdm = partial(gguf_progress_bar, disable=True)
     try:
         yield
     finally:
+        gguf_loader.tqdm = gguf_progress_bar
         logging.set_verbosity(verbosity)
         if had_progress_bar:
             logging.enable_progress_bar()
@@ -335,7 +365,7 @@ def capture(source: CaptureSource, seq_len: int) -> Capture:
         ValueError, ModuleNotFoundError, OSError: as `ensure_captured`.
     """
     loaded = load_model(source)
-    layers = _choose_layers(source, _depth(loaded[0]))
+    layers = choose_layers(source, _depth(loaded[0]))
     records: dict[int, LayerInputs] = {}
     info = stream(source, seq_len, lambda inputs: records.update({inputs.layer: inputs}), layers=layers, loaded=loaded)
     query, key, value = (
@@ -376,7 +406,7 @@ def stream(
     model, tokenizer = loaded or load_model(source)
     positions, depth = _positions(model.config), _depth(model)
     _check_positions(source, seq_len, positions)
-    wanted = tuple(range(depth)) if layers is None else _choose_layers(replace(source, layers=tuple(layers)), depth)
+    wanted = tuple(range(depth)) if layers is None else choose_layers(replace(source, layers=tuple(layers)), depth)
     tokens = read_tokens(source, tokenizer, seq_len).to(model.device)
     seen: dict[int, tuple[CaptureInfo, torch.Size]] = {}
 

@@ -57,7 +57,8 @@ CAPTIONS = {
     ),
     "error_vs_time": (
         "What time buys: approximation error against the time of one call, at the shortest, a middle and the "
-        "longest length. Exact backends stand in the strip below; thin lines carry their times upwards."
+        "longest length. Exact backends stand in the strip below; thin lines carry their times upwards. Grey: the "
+        "Pareto front, beside which nothing is both faster and closer to full attention."
     ),
 }
 
@@ -240,6 +241,19 @@ def conditions_title(rows: pd.DataFrame) -> tuple[str, str]:
     return line(CONDITIONS[:3]), line(CONDITIONS[3:])
 
 
+def pareto_front(costs: Sequence[float], errors: Sequence[float]) -> list[bool]:
+    """Which of some backends are beaten by none: by none that costs no more and errs less, or the other way around.
+
+    Of backends that are equal in both the first counts; where a number is missing there is nothing to compare.
+    """
+    front, least = [False] * len(costs), np.inf
+    known = [i for i in range(len(costs)) if np.isfinite(costs[i]) and np.isfinite(errors[i])]
+    for i in sorted(known, key=lambda i: (costs[i], errors[i])):
+        if errors[i] < least:
+            front[i], least = True, errors[i]
+    return front
+
+
 def _by_conditions(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The rows of each set of conditions, with a file suffix naming those that differ among the sets."""
     varying = [column for column in CONDITIONS if frame[column].nunique(dropna=False) > 1]
@@ -319,7 +333,7 @@ def _against_length(
         _length_axis(ax, panel.rows["seq_len"])
         if panel.level is not None:
             ax.plot(ax.get_xlim(), [panel.level] * 2, color=_GREY, linewidth=0.8, linestyle=_DASHES, zorder=0)
-    _log_axis([ax.yaxis for ax in axes], base, top=len(broken) * _ROW_HEIGHT)
+    log_axis([ax.yaxis for ax in axes], base, top=len(broken) * _ROW_HEIGHT)
     for ax, of_panel in zip(axes, cells, strict=True):
         for i, name in enumerate(broken):
             if _is_broken(of_panel, name):
@@ -390,18 +404,28 @@ def _trade_off_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
         ax.set(xscale="log", yscale="log")
         _draw_inexact(ax, rows_here, style)
         _say_no_data(ax, Panel("", rows_here, "approximation_rel_l2").cells("exact")["state"], above=strip)
-    _log_axis([ax.yaxis for ax in axes.flat], 10, bottom=strip, below="exact")
+    log_axis([ax.yaxis for ax in axes.flat], 10, bottom=strip, below="exact")
     for ax, rows_here in zip(axes.flat, cells, strict=True):
         _draw_exact(ax, rows_here, style, exact, strip)
+        points = _medians(rows_here)
+        draw_front(ax, points["time_ms"].tolist(), points["approximation_rel_l2"].tolist())
     for ax, panel in zip(axes[:, 0], panels, strict=True):
         ax.set_ylabel(f"approximation error\n({panel.title})")
     for column, seq_len in zip(axes.T, lengths, strict=True):
         column[0].set_title(f"{length_label(seq_len)} tokens")
-        _log_axis([ax.xaxis for ax in column], 10, count=4)
+        log_axis([ax.xaxis for ax in column], 10, count=4)
     figure.supxlabel("time of one call (ms)", fontsize=mpl.rcParams["axes.labelsize"])
     _add_title(figure, rows)
     _add_legend(figure, pd.concat([panel.cells("") for panel in panels]), style)
     return figure
+
+
+def draw_front(ax: Axes, costs: Sequence[float], errors: Sequence[float]) -> None:
+    """The Pareto front as steps, down to the lower end of a logarithmic axis where the last one is exact."""
+    lowest, on_front = ax.get_ylim()[0], pareto_front(costs, errors)
+    points = sorted((cost, max(error, lowest)) for cost, error, on in zip(costs, errors, on_front, strict=True) if on)
+    if points:
+        ax.step(*np.array(points).T, where="post", color=_GREY, linewidth=0.9, zorder=0.5, label="_front")
 
 
 def _draw_inexact(ax: Axes, rows: pd.DataFrame, style: dict[str, Style]) -> None:
@@ -530,10 +554,18 @@ def _length_axis(ax: Axes, lengths: pd.Series) -> None:
         ax.set_xlim(distinct[0] / 2**0.5, distinct[-1] * 2**0.5)
 
 
-def _log_axis(
-    shared: Sequence[Axis], base: int, *, count: int = 8, top: float = 0.0, bottom: float = 0.0, below: str = ""
+def log_axis(
+    shared: Sequence[Axis],
+    base: int,
+    *,
+    count: int = 8,
+    top: float = 0.0,
+    bottom: float = 0.0,
+    below: str = "",
+    text: Callable[[float], str] | None = None,
 ) -> None:
-    """At most `count` plain numbers as ticks where the data are; shares of the axis clear above and `below` them."""
+    """At most `count` numbers, by default plain ones, as ticks where the data are; shares of the axis clear above and
+    `below` them."""
     axis = shared[0]
     low, high = axis.get_view_interval()
     if high < 1.2 * low:  # a single value, up to rounding
@@ -542,7 +574,7 @@ def _log_axis(
     limits = low / 2 ** (octaves * bottom), high * 2 ** (octaves * top)
     ticks = {}
     if any(np.isfinite(each.get_data_interval()).all() for each in shared):
-        ticks = {tick: _number(tick) for tick in _log_ticks(low, high, base, count)}
+        ticks = {tick: (text or _number)(tick) for tick in _log_ticks(low, high, base, count)}
     if bottom:
         ticks[(limits[0] * low) ** 0.5] = below
     axis.set_ticks([], minor=True)

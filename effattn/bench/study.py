@@ -6,7 +6,6 @@ sweep that was interrupted, or a study that was widened, measures only what is m
 """
 
 import ast
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -17,12 +16,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 import effattn
 from effattn import masks
 from effattn.bench.capture import TEXTS, CaptureSource
 from effattn.bench.inputs import kinds
+from effattn.bench.settings import Settings, read_fields
 
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -95,10 +95,8 @@ class Cell:
         return f"{self.backend} {self.seq_len} {self.pass_name}"
 
 
-class Study(BaseModel):
+class Study(Settings):
     """What to measure and how: the fields of a study's YAML and, by the same names, of the command line."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str = Field(pattern=r"^[\w-]+$", description="names the folder of the results")
     plugins: tuple[str, ...] = Field(
@@ -196,12 +194,7 @@ class Study(BaseModel):
         Raises:
             ValueError: for a file that is no YAML, and naming every field that is unknown, missing or wrong.
         """
-        try:
-            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"study: {path} is not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(fields, dict):
-            raise ValueError(f"study: {path} must hold fields such as 'seq_lens: [512, 1024]', got {fields!r}")
+        fields = read_fields(path)
         overrides = overrides or {}
         when_cuda = fields.pop(_WHEN_CUDA, None) or {}
         study, on_cuda = cls.parse(fields), cls.parse({**fields, **when_cuda})
@@ -211,24 +204,6 @@ class Study(BaseModel):
         if quick:
             study = study.quickened()
         return study.replace(**overrides)
-
-    @classmethod
-    def parse(cls, fields: Mapping[str, Any]) -> "Study":
-        """A study from plain values; ``ValueError`` in one line names all that is wrong with them."""
-        for name in fields:
-            if name not in cls.model_fields:
-                near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(cls.model_fields)}"
-                raise ValueError(f"study: unknown field {name!r}; {hint}")
-        try:
-            # Through JSON, where strict types still let a list be a tuple.
-            return cls.model_validate_json(json.dumps(fields, default=str))
-        except ValidationError as error:
-            raise ValueError(_complaints(error)) from None
-
-    def replace(self, **fields: Any) -> "Study":
-        """This study with other values for some fields; ``ValueError`` as ``parse``."""
-        return self.parse({**self.model_dump(mode="json"), **fields})
 
     def quickened(self) -> "Study":
         """The two shortest lengths, no variants, few repeats and rows: a glance, with a folder of its own."""
@@ -240,11 +215,6 @@ class Study(BaseModel):
             min_time_s=0.02,
             error_rows=min(self.error_rows, 64),
         )
-
-    def save(self, path: Path) -> None:
-        """Write the study as YAML that ``load`` reads."""
-        fields = self.model_dump(mode="json")
-        path.write_text(yaml.safe_dump(fields, sort_keys=False, default_flow_style=None, width=110), encoding="utf-8")
 
     @property
     def source(self) -> CaptureSource:
@@ -339,17 +309,3 @@ def parse_mask(spec: str) -> masks.Mask:
 def mask_name(mask: masks.Mask) -> str:
     """The spec of ``mask`` in its one canonical form; ``parse_mask`` reads it."""
     return next((name for name, named in _NAMED_MASKS.items() if mask == named), repr(mask))
-
-
-def _complaints(error: ValidationError) -> str:
-    """The first thing wrong with each field, as "study: seq_lens must be greater than 0, got -1"."""
-    complaints: dict[str, str] = {}
-    for details in error.errors():
-        field = str(details["loc"][0]) if details["loc"] else "variants"  # the one that the whole is asked about
-        what = details["msg"].removeprefix("Value error, ").replace("Input should", "must", 1)
-        if details["type"] == "missing":
-            what = "is missing"
-        elif "got" not in what:
-            what += f", got {details['input']!r}"
-        complaints.setdefault(field, f"study: {field} {what}")
-    return "; ".join(complaints.values())
