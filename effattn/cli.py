@@ -97,10 +97,10 @@ def errors(
         out: where results go, to STUDY/MACHINE in it.
         machine_label: name of this machine; by default that of its GPU or CPU.
     """
-    from effattn.bench import error_study
+    from effattn.bench import error_runner
 
     asked = ErrorStudy.load(study, dict(fields), quick=quick)
-    error_study.run(asked, out=out, machine_label=machine_label, retry=retry, fresh=fresh)
+    error_runner.run(asked, out=out, machine_label=machine_label, retry=retry, fresh=fresh)
 
 
 def plot(folder: Positional[Path], /) -> None:
@@ -109,10 +109,10 @@ def plot(folder: Positional[Path], /) -> None:
     Args:
         folder: a folder of results, such as results/length_sweep/MACHINE.
     """
-    from effattn.bench import error_study, runner
+    from effattn.bench import error_runner, runner
 
-    if error_study.is_one(folder):
-        error_study.draw(folder)
+    if error_runner.is_one(folder):
+        error_runner.draw(folder)
     else:
         runner.draw(folder)
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,8 +13,8 @@ import yaml
 from rich.console import Console
 
 import effattn
-from effattn.bench import error_report, error_study
-from effattn.bench.capture import CaptureSource, load_captured
+from effattn.bench import error_report, error_runner
+from effattn.bench.capture import CaptureSource, LayerInputs, load_captured
 from effattn.bench.error_study import ErrorStudy
 from effattn.bench.head_errors import FullRows
 from effattn.bench.records import read
@@ -39,7 +40,7 @@ def run(fields, tmp_path):
     def run(options=None, **changes):
         console = Console(width=140, record=True, file=io.StringIO())
         study = ErrorStudy.parse({**fields, **changes})
-        folder = error_study.run(study, out=tmp_path, machine_label="here", console=console, **(options or {}))
+        folder = error_runner.run(study, out=tmp_path, machine_label="here", console=console, **(options or {}))
         return list(read(folder / "records.jsonl").values()), console.export_text(), folder
 
     return run
@@ -65,21 +66,20 @@ def test_every_text_length_layer_and_backend_has_a_record(run, fields):
 def test_a_record_is_the_error_in_the_layer_that_it_names(run, fields, monkeypatch, tmp_path):
     monkeypatch.setenv("EFFATTN_CACHE", str(tmp_path / "cache"))
     records, _, _ = run()
-    source = CaptureSource(fields["model"], fields["texts"][1], layers=(2,))
-    captured = load_captured(source, 64)
-    inputs = error_study.LayerInputs(2, captured.query, captured.key, captured.value, captured.info.scale)
-    expected = FullRows.of(inputs, 16, seed=0, gradients=False).errors_of(effattn.get(BACKENDS[1]))
-    (record,) = (
-        r
-        for r in records
-        if (r["text"], r["seq_len"], r["layer"], r["backend"]) == (source.text, 64, 2, str(effattn.get(BACKENDS[1])))
-    )
-    assert record["rel_l2_by_head"] == pytest.approx(expected["rel_l2_by_head"], rel=1e-4)
+    source = CaptureSource(fields["model"], fields["texts"][1], layers=(0, 2))
+    captured, backend = load_captured(source, 64), effattn.get(BACKENDS[1])
+    for i, layer in enumerate((0, 2)):
+        tensors = (x[i : i + 1] for x in (captured.query, captured.key, captured.value))
+        inputs = LayerInputs(layer, *tensors, captured.info.scale)
+        expected = FullRows.of(inputs, 16, seed=0, gradients=False).errors_of(backend)
+        where = (source.text, 64, layer, str(backend))
+        (record,) = (r for r in records if (r["text"], r["seq_len"], r["layer"], r["backend"]) == where)
+        assert record["rel_l2_by_head"] == pytest.approx(expected["rel_l2_by_head"], rel=1e-4)
 
 
 def test_what_has_a_record_is_not_measured_again(run, monkeypatch):
     records, _, _ = run(backends=["sdpa"])
-    monkeypatch.setattr(error_study.capture, "load_model", lambda source: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(error_runner.capture, "load_model", lambda source: pytest.fail("the model was loaded"))
     again, printed, _ = run(backends=["sdpa"])
     assert again == records
     assert "12 cells have been measured before" in printed
@@ -142,8 +142,8 @@ def test_the_command_line(fields, tmp_path, monkeypatch):
 
 
 def test_the_kept_study_is_one(llama):
-    path = error_study.Path(effattn.__file__).parents[1] / "experiments" / "error_study.yaml"
-    study = ErrorStudy.load(path, {"model": llama}).resolved()
+    path = Path(effattn.__file__).parents[1] / "experiments" / "error_study.yaml"
+    study = error_runner.resolve(ErrorStudy.load(path, {"model": llama}))
     assert study.layers == (0, 1, 2)
     assert len(study.cells()) == 3 * 2 * 3 * len(study.backends)
 

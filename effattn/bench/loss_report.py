@@ -4,8 +4,9 @@ Looks of backends are those of every other figure. A backend that failed at a le
 """
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -38,8 +39,8 @@ CAPTIONS = {
     ),
 }
 
-_FULL = "the model as loaded"
-_GREY = "#666666"
+FULL = "the model as loaded"
+GREY = "#666666"
 _LEAST_EXCESS = 1e-4
 _POSITION_BINS = 16
 _LONG_SPEC = 28  # characters
@@ -62,28 +63,42 @@ def budget_table(records: pd.DataFrame, budgets: Sequence[float] = BUDGETS) -> p
     """
     summary = summary_table(records)
     rows = []
-    for seq_len, at_length in _by_length(summary):
+    for seq_len, at_length in by_length(summary):
         for budget in budgets:
             within = at_length[(at_length["status"] == "ok") & (at_length["perplexity_ratio"] <= 1 + budget)]
-            row: dict[str, object] = {"seq_len": seq_len, "budget": budget}
-            for kind, cost in (("fastest", "attention_ms"), ("sparsest", "density")):
-                candidates = within[within[cost].notna()]
-                best = candidates.sort_values(cost, kind="stable").head(1).to_dict("records")
-                for column in ("backend", "perplexity_ratio", "density", "attention_ms"):
-                    row[f"{kind}_{column}"] = best[0][column] if best else None
-            rows.append(row)
+            rows.append({"seq_len": seq_len, "budget": budget, **cheapest(within, "perplexity_ratio")})
     return pd.DataFrame(rows)
+
+
+def cheapest(rows: pd.DataFrame, measure: str) -> dict[str, object]:
+    """Of the rows of one length the fastest and the sparsest, each with its ``measure``, density and time."""
+    found: dict[str, object] = {}
+    for kind, cost in (("fastest", "attention_ms"), ("sparsest", "density")):
+        best = rows[rows[cost].notna()].sort_values(cost, kind="stable").head(1).to_dict("records")
+        for column in ("backend", measure, "density", "attention_ms"):
+            found[f"{kind}_{column}"] = best[0][column] if best else None
+    return found
 
 
 def print_tables(records: pd.DataFrame, console: Console) -> None:
     """Print what keeps perplexity within each budget, then every backend at each length, then what failed."""
     summary = summary_table(records)
-    first = summary.iloc[0]
-    layers = "all layers" if first["layers"] is None else f"layers {', '.join(map(str, first['layers']))}"
-    conditions = (first["model"], f"reading {first['text']}", layers, first["dtype"], first["device"], first["machine"])
-    console.print(Text("\n" + " · ".join(conditions), style="bold"))
+    print_conditions(summary, "", console)
     _print_budgets(budget_table(records), console)
     _print_backends(summary, console)
+    print_failed(summary, console)
+
+
+def print_conditions(summary: pd.DataFrame, task: str, console: Console) -> None:
+    """Under what conditions all rows were measured, in a line that begins with what was asked."""
+    first = summary.iloc[0]
+    layers = "all layers" if first["layers"] is None else f"layers {', '.join(map(str, first['layers']))}"
+    conditions = (*_model_and_text(first, task), layers, first["dtype"], first["device"], first["machine"])
+    console.print(Text("\n" + " · ".join(conditions), style="bold"))
+
+
+def print_failed(summary: pd.DataFrame, console: Console) -> None:
+    """What failed, where and why."""
     failed = summary[summary["status"] != "ok"]
     for (backend, status, reason), rows in failed.groupby(["backend", "status", "reason"], sort=False):
         line = Text(str(backend)).append(f" {str(status).replace('_', ' ')}", style="red")
@@ -94,57 +109,71 @@ def _print_budgets(budgets: pd.DataFrame, console: Console) -> None:
     console.print(
         "\nWhat keeps perplexity within a budget of full attention's: the fastest, and the one of fewest pairs"
     )
-    table = _table("length", "within", "fastest", "density", "attention", "sparsest", "density", "attention")
-    for seq_len, rows in _by_length(budgets):
+    table = spec_table("length", "within", "fastest", "density", "attention", "sparsest", "density", "attention")
+    for seq_len, rows in by_length(budgets):
         for i, row in enumerate(rows.to_dict("records")):
             cells = [length_label(seq_len) if i == 0 else "", f"{row['budget']:.0%}"]
-            for kind in ("fastest", "sparsest"):
-                spec = row[f"{kind}_backend"]
-                if kind == "sparsest" and spec == row["fastest_backend"]:
-                    cells.append("the same")
-                    continue
-                cells += [
-                    "none" if pd.isna(spec) else _broken(spec),
-                    _number(row[f"{kind}_density"], ".3f"),
-                    _number(row[f"{kind}_attention_ms"], ",.0f", " ms"),
-                ]
-            table.add_row(*cells)
+            table.add_row(*cells, *cheapest_cells(row))
         table.add_section()
     console.print(table)
 
 
+def cheapest_cells(row: dict[Hashable, Any]) -> list[str]:
+    """What ``cheapest`` found as cells of a table: backend, density and time of the fastest and of the sparsest."""
+    cells: list[str] = []
+    for kind in ("fastest", "sparsest"):
+        spec = row[f"{kind}_backend"]
+        if kind == "sparsest" and spec == row["fastest_backend"]:
+            return [*cells, "the same"]
+        if kind == "fastest" and pd.isna(spec):
+            return ["none"]
+        cells += [
+            "none" if pd.isna(spec) else broken(spec),
+            number(row[f"{kind}_density"], ".3f"),
+            number(row[f"{kind}_attention_ms"], ",.0f", " ms"),
+        ]
+    return cells
+
+
 def _print_backends(summary: pd.DataFrame, console: Console) -> None:
-    table = _table(
+    table = spec_table(
         "length", "backend", "perplexity", "", "bits/byte", "agreement", "KL", "density", "attention", "body"
     )
-    for seq_len, rows in _by_length(summary):
+    for seq_len, rows in by_length(summary):
         full = rows["full_perplexity"].dropna()
         if len(full):
-            table.add_row(length_label(seq_len), Text(_FULL, style="dim"), f"{full.iloc[0]:.2f}")
+            table.add_row(length_label(seq_len), Text(FULL, style="dim"), f"{full.iloc[0]:.2f}")
         for i, row in enumerate(rows.to_dict("records")):
             excess = None if pd.isna(row["perplexity_ratio"]) else 100 * (row["perplexity_ratio"] - 1)
             table.add_row(
                 length_label(seq_len) if i == 0 and not len(full) else "",
-                Text(_broken(row["backend"])).append("" if row["status"] == "ok" else " failed", style="red"),
-                _number(row["perplexity"], ".2f"),
-                _number(excess, "+.1f" if excess is not None and abs(excess) < 100 else "+.0f", "%"),
-                _number(row["bits_per_byte"], ".3f"),
-                _number(None if pd.isna(row["agreement"]) else 100 * row["agreement"], ".1f", "%"),
-                _number(row["kl_nats"], ".3f"),
-                _number(row["density"], ".3f"),
-                _number(row["attention_ms"], ",.0f", " ms"),
-                _number(row["forward_ms"], ",.0f", " ms"),
+                backend_cell(row),
+                number(row["perplexity"], ".2f"),
+                number(excess, "+.1f" if excess is not None and abs(excess) < 100 else "+.0f", "%"),
+                number(row["bits_per_byte"], ".3f"),
+                number(None if pd.isna(row["agreement"]) else 100 * row["agreement"], ".1f", "%"),
+                number(row["kl_nats"], ".3f"),
+                number(row["density"], ".3f"),
+                number(row["attention_ms"], ",.0f", " ms"),
+                number(row["forward_ms"], ",.0f", " ms"),
             )
         table.add_section()
     console.print(table)
 
 
-def _by_length(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+def backend_cell(row: dict[Hashable, Any]) -> Text:
+    """A backend's spec, and that it failed where it did."""
+    return Text(broken(row["backend"])).append("" if row["status"] == "ok" else " failed", style="red")
+
+
+def by_length(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Each length, ascending, and its rows."""
     for seq_len in sorted(rows["seq_len"].unique()):
         yield int(seq_len), rows[rows["seq_len"] == seq_len]
 
 
-def _table(*headings: str) -> Table:
+def spec_table(*headings: str) -> Table:
+    """An empty table; columns of backends stand left, the others right."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for heading in headings:
         is_spec = heading in ("backend", "fastest", "sparsest")
@@ -152,7 +181,7 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _broken(spec: str) -> str:
+def broken(spec: str) -> str:
     """A long spec on several lines, its parameters indented."""
     name, bracket, fields = spec.partition("(")
     if len(spec) <= _LONG_SPEC:
@@ -160,7 +189,8 @@ def _broken(spec: str) -> str:
     return f"{name}{bracket}\n" + textwrap.indent(textwrap.fill(fields, _LONG_SPEC), "  ")
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A number with its unit; nothing where it was not measured."""
     return "" if value is None or pd.isna(value) else f"{value:{form}}{unit}"
 
 
@@ -178,12 +208,12 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
         return []
     with mpl.rc_context(RC):
         figures = {"perplexity_vs_length": _perplexity_figure, "loss_vs_position": _position_figure}
-        return [
-            save_figure(figure, out / f"{name}.{kind}")
-            for name, draw in figures.items()
-            for figure in [draw(rows, style)]
-            for kind in ("png", "pdf")
-        ]
+        return [path for name, draw in figures.items() for path in save_both(draw(rows, style), out / name)]
+
+
+def save_both(figure: Figure, path: Path) -> list[Path]:
+    """Save as PNG and as PDF; ``path`` has no suffix."""
+    return [save_figure(figure, path.with_name(f"{path.name}.{kind}")) for kind in ("png", "pdf")]
 
 
 def _perplexity_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
@@ -191,14 +221,14 @@ def _perplexity_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     left, right = figure.subplots(1, 2)
     full = rows.groupby("seq_len")["full_perplexity"].first()
     lengths = full.index.to_numpy()
-    left.plot(lengths, full, color=_GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=5)
-    for name, look in _drawn(rows, style):
+    left.plot(lengths, full, color=GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=5)
+    for name, look in drawn(rows, style):
         of_backend = rows[rows["backend"] == name].set_index("seq_len").reindex(lengths)
         excess = (of_backend["perplexity_ratio"] - 1).clip(lower=_LEAST_EXCESS)
         for ax, values in ((left, of_backend["perplexity"]), (right, excess)):
             ax.plot(lengths, values, color=look.color, marker=look.marker, clip_on=False)
     for budget in BUDGETS:
-        right.axhline(budget, color=_GREY, linewidth=0.6, linestyle=(0, (1, 2)), zorder=0)
+        right.axhline(budget, color=GREY, linewidth=0.6, linestyle=(0, (1, 2)), zorder=0)
     for ax in (left, right):
         ax.set(xscale="log", yscale="log", xlabel="sequence length (tokens)")
         ax.set_xticks(lengths, [length_label(seq_len) for seq_len in lengths])
@@ -209,7 +239,7 @@ def _perplexity_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     right.yaxis.set_major_formatter(FuncFormatter(_percent))
     left.set_ylabel("perplexity")
     right.set_ylabel("perplexity above full attention's")
-    _finish(figure, rows, style)
+    finish(figure, rows, style)
     return figure
 
 
@@ -221,21 +251,22 @@ def _position_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     figure = Figure(figsize=(7.4, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     full = np.asarray(longest["full_loss_by_position"].iloc[0])
-    for name, look in _drawn(longest, style):
+    for name, look in drawn(longest, style):
         loss = np.asarray(longest.loc[longest["backend"] == name, "loss_by_position"].iloc[0])
         left.plot(positions, _binned(loss, per_bin), color=look.color, marker=look.marker)
         right.plot(positions, _binned(loss - full, per_bin), color=look.color, marker=look.marker)
-    left.plot(positions, _binned(full, per_bin), color=_GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=5)
-    right.axhline(0, color=_GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=0)
+    left.plot(positions, _binned(full, per_bin), color=GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=5)
+    right.axhline(0, color=GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=0)
     for ax in (left, right):
         ax.set(xlabel="position in the text (tokens)", xlim=(0, num_blocks * block))
     left.set_ylabel("loss (nats per token)")
     right.set_ylabel("loss above full attention's (nats)")
-    _finish(figure, longest, style)
+    finish(figure, longest, style)
     return figure
 
 
-def _drawn(rows: pd.DataFrame, style: dict[str, Style]) -> list[tuple[str, Style]]:
+def drawn(rows: pd.DataFrame, style: dict[str, Style]) -> list[tuple[str, Style]]:
+    """The backends that there are rows of, and their looks."""
     present = set(rows["backend"])
     return [(name, look) for name, look in style.items() if name in present]
 
@@ -246,17 +277,25 @@ def _binned(values: np.ndarray, size: int) -> np.ndarray:
     return values[:whole].reshape(-1, size).mean(1)
 
 
-def _finish(figure: Figure, rows: pd.DataFrame, style: dict[str, Style]) -> None:
+def finish(figure: Figure, rows: pd.DataFrame, style: dict[str, Style], full: Line2D | None = None) -> None:
+    """Title and legend, in which full attention comes first."""
     first = rows.iloc[0]
-    words = (first["model"], f"reading {first['text']}", first["dtype"], first["machine"])
+    task = first.get("task")  # of the oldest records none
+    asked = task if isinstance(task, str) and task != "loss" else ""
+    words = (*_model_and_text(first, asked), first["dtype"], first["machine"])
     longest = f" · {first['seq_len']:,} tokens" if rows["seq_len"].nunique() == 1 else ""
     figure.suptitle(" · ".join(words) + longest, x=0.01, ha="left")
-    lines = [Line2D([], [], color=_GREY, linewidth=1, linestyle=(0, (4, 2)))]
+    lines = [full or Line2D([], [], color=GREY, linewidth=1, linestyle=(0, (4, 2)))]
     labels = ["full attention"]
-    for name, look in _drawn(rows, style):
+    for name, look in drawn(rows, style):
         lines.append(Line2D([], [], color=look.color, marker=look.marker))
-        labels.append(_broken(name))
+        labels.append(broken(name))
     figure.legend(lines, labels, loc="outside right center", fontsize=7)
+
+
+def _model_and_text(row: pd.Series, task: str) -> list[str]:
+    reading = [] if pd.isna(row["text"]) else [f"reading {row['text']}"]
+    return [*([task] if task else []), row["model"], *reading]
 
 
 def _plain_log_axis(ax: Axes) -> None:

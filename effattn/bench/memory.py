@@ -54,7 +54,11 @@ def running_peak(changes: Iterable[int]) -> int:
     return max(accumulate(changes, initial=0))
 
 
-def _peak_on_cpu(call: Callable[[], object]) -> Peak:
+def allocations(call: Callable[[], object]) -> tuple[list[int], int]:
+    """What ``call()``, which runs once, allocates (positive) and releases on a CPU, in order; and its result's size.
+
+    All in bytes.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell the terminal that it starts and stops
     # The same profiler as torch.profiler.profile's, which would first import the compiler, for a second or more.
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
@@ -64,7 +68,12 @@ def _peak_on_cpu(call: Callable[[], object]) -> Peak:
     # The profiler's own summary by operator loses the order; the raw events keep it.
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    peak = running_peak(event.nbytes() for event in events)
+    return [event.nbytes() for event in events], result_bytes
+
+
+def _peak_on_cpu(call: Callable[[], object]) -> Peak:
+    changes, result_bytes = allocations(call)
+    peak = running_peak(changes)
     return Peak(peak, max(peak - result_bytes, 0))
 
 

@@ -199,7 +199,7 @@ def tune(
         if given not in known:
             raise ValueError(f"tune: {name} must be one of {', '.join(known)}, got {given!r}")
     source = source or CaptureSource()
-    specs = candidates(backends, space)
+    specs = candidates(backends, space, seq_len)
     patternless = [spec for spec in specs if not effattn.get(spec).capabilities.pattern]
     if cost == "flops" and patternless:
         raise ValueError(f"tune: cost must be time for {patternless[0]}, which has no pattern to count, got 'flops'")
@@ -247,8 +247,13 @@ def tune(
 # The space --------------------------------------------------------------------------------------------------
 
 
-def candidates(backends: Sequence[str], space: str | Mapping[str, Any] | None = None) -> list[str]:
-    """Every spec of the spaces of some backends, without doubles. Arguments and errors as in ``tune``."""
+def candidates(
+    backends: Sequence[str], space: str | Mapping[str, Any] | None = None, seq_len: int | None = None
+) -> list[str]:
+    """Every spec of the spaces of some backends, without doubles. Arguments and errors as in ``tune``.
+
+    Of what is declared, numbers that reach ``seq_len`` are left out: a window over everything is no window.
+    """
     if not backends:
         raise ValueError("tune: backends must name at least one, got none")
     given = _parse_space(space)
@@ -265,7 +270,7 @@ def candidates(backends: Sequence[str], space: str | Mapping[str, Any] | None = 
             raise ValueError(f"tune: space names {field!r}, which no backend has; {of_each}")
     specs = []
     for spec, cls in classes.items():
-        declared: Space = SPACES.get(cls.name) or getattr(cls, "tuning_space", {})
+        declared = _below(seq_len, SPACES.get(cls.name) or getattr(cls, "tuning_space", {}))
         shared = {field: values for field, values in given.items() if field in known[cls.name]}
         ladders = {**declared, **shared, **by_name.get(cls.name, {})}
         if not ladders:
@@ -279,6 +284,16 @@ def candidates(backends: Sequence[str], space: str | Mapping[str, Any] | None = 
     if EXACT in specs:
         raise ValueError(f"tune: backends must be others than {EXACT}, which they are compared with, got {backends}")
     return list(dict.fromkeys(specs))
+
+
+def _below(seq_len: int | None, space: Space) -> Space:
+    """The space without numbers that reach ``seq_len``, but for the first of a field where all do."""
+    if seq_len is None:
+        return space
+    return {
+        field: [value for value in values if not (isinstance(value, int) and value >= seq_len)] or values[:1]
+        for field, values in space.items()
+    }
 
 
 def _parse_space(space: str | Mapping[str, Any] | None) -> dict[str, Any]:

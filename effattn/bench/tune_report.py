@@ -58,7 +58,7 @@ def run(
     """
     machine = Machine.this(options.get("device", "cpu"), machine_label)
     source = options.get("source") or CaptureSource()
-    count = len(candidates(backends, options.get("space")))
+    count = len(candidates(backends, options.get("space"), options.get("seq_len")))
     words = f"Trying {count} candidates on what {label(source.model)} attends to while it reads {label(source.text)}"
     console.print(words, highlight=False)
     columns = ("layers", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -315,7 +315,7 @@ def _legend(
             mark = {"marker": f"${numbers[spec]}$", "markeredgewidth": 0, "color": _GREY, "linestyle": "none"}
             handles.append(Line2D([], [], **mark))
             chosen = "  ← chosen" if counts is None and spec == tuning.backend else ""
-            labels.append(own[spec] + (f"  in {counts[spec]}" if counts else chosen))
+            labels.append(own[spec] + (f"  in {counts[spec]} layer{'s' * (counts[spec] > 1)}" if counts else chosen))
     handles.append(Line2D([], [], color=BUDGET_COLOR, linewidth=0.8, linestyle=(0, (4, 2))))
     labels.append(f"the budget, {ERROR.text(tuning.max_error)}")
     return handles, labels

@@ -133,7 +133,7 @@ class Workers:
             return "crashed", f"the worker {_how_it_ended(error.exitcode)}{self._where_it_crashed()}"
         if isinstance(error, BrokenProcessPool):
             return "crashed", f"the worker died before it began ({error})"
-        return ("out_of_memory" if _is_out_of_memory(error) else "error"), _describe(error)
+        return ("out_of_memory" if is_out_of_memory(error) else "error"), _describe(error)
 
     def _where_it_crashed(self) -> str:
         """The innermost Python line at a fatal signal, which a dying worker writes down."""
@@ -234,7 +234,7 @@ def _translated(function: Callable[[Any], dict[str, Any]], argument: object) -> 
     except UnsupportedError as error:
         raise Failed("unsupported", _one_line(error.reasons)) from error
     except Exception as error:
-        status = "out_of_memory" if _is_out_of_memory(error) else "error"
+        status = "out_of_memory" if is_out_of_memory(error) else "error"
         reason = _describe(error)
         traceback.clear_frames(error.__traceback__)  # where memory ran out, the report needs some of it
         raise Failed(status, reason) from error
@@ -249,7 +249,7 @@ def _ceilings_by_dtype(asked: tuple[str, Sequence[str]]) -> dict[str, Ceilings]:
     return {dtype: measure_ceilings(device, dtype) for dtype in dtypes}
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):

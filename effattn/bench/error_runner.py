@@ -1,0 +1,172 @@
+"""Run an error study to its end: the model reads, its layers are measured as they come by, then tables and figures.
+
+The model reads each text once, at the longest length, and hands its layers over one at a time (``capture.stream``): it
+never looks ahead, so that a shorter length is a prefix. Every backend's output is held against full attention on
+sampled query rows (``head_errors.py``).
+
+Results go to ``OUT/<study>/<machine>/``: ``study.yaml`` (as it was resolved), ``records.jsonl`` with a record a text,
+length, layer and backend, ``summary.csv`` and ``figures/``. Running the same command again measures only what has no
+record yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+import effattn
+from effattn.backend import UnsupportedError
+from effattn.bench import capture
+from effattn.bench.capture import CaptureSource, LayerInputs
+from effattn.bench.error_study import Cell, ErrorStudy
+from effattn.bench.head_errors import FullRows
+from effattn.bench.machine import Machine
+from effattn.bench.records import Record, RecordWriter, read
+from effattn.bench.settings import read_fields
+from effattn.bench.study import pick_device
+from effattn.bench.workers import load_plugin
+
+
+def run(
+    study: ErrorStudy,
+    *,
+    out: Path = Path("results"),
+    machine_label: str | None = None,
+    retry: bool = False,
+    fresh: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Measure what ``study`` asks for and has no record yet, draw, and return the folder of the results.
+
+    Args:
+        out: where the folder ``<study>/<machine>`` is, or is made.
+        machine_label: the machine's name where the derived one does not please.
+        retry: measure the cells again that did not end well.
+        fresh: measure all cells again.
+
+    Raises:
+        ValueError: for a study that cannot be run here, a text that is too short, lengths beyond the model's
+            positions, a model that cannot be captured; or if another run is writing to the same folder.
+        ModuleNotFoundError, OSError: as ``capture.load_model``.
+    """
+    console = console or _console()
+    study = resolve(study)
+    machine = Machine.this(study.device, machine_label)
+    folder = out / study.name / machine.machine
+    folder.mkdir(parents=True, exist_ok=True)
+    with RecordWriter(folder / "records.jsonl") as writer:
+        study.save(folder / "study.yaml")
+        cells = study.cells()
+        known = read(writer.path)
+        todo = [
+            cell
+            for cell in cells
+            if fresh or cell.key not in known or (retry and known[cell.key].get("status") != "ok")
+        ]
+        if len(todo) < len(cells):
+            count = len(cells) - len(todo)
+            console.print(f"{count} cells have been measured before; --fresh measures them again", highlight=False)
+        if todo:
+            _measure(todo, study, machine, writer, console)
+    return draw(folder, console)
+
+
+def resolve(study: ErrorStudy) -> ErrorStudy:
+    """``study`` as it runs here: plugins imported, backends, layers and device named.
+
+    Raises:
+        ValueError: for an unknown backend, layer or device.
+    """
+    for plugin in study.plugins:
+        load_plugin(plugin)
+    specs = [name for spec in study.backends for name in (effattn.names() if spec == "all" else (spec,))]
+    depth = capture.num_layers(study.model)
+    layers = tuple(range(depth)) if study.layers is None else study.layers
+    return study.replace(
+        backends=[str(effattn.get(spec)) for spec in specs],
+        layers=capture.choose_layers(CaptureSource(study.model, layers=layers), depth),
+        device=pick_device(study.device),
+    )
+
+
+def is_one(folder: Path) -> bool:
+    """Whether ``folder`` holds the results of an error study."""
+    path = folder / "study.yaml"
+    return path.exists() and set(read_fields(path)) == set(ErrorStudy.model_fields)
+
+
+def draw(folder: Path, console: Console | None = None) -> Path:
+    """Tables and figures in ``folder`` from its records of the study there; returns ``folder``.
+
+    Raises:
+        ValueError: if ``folder`` holds no results of an error study.
+    """
+    import pandas as pd
+
+    from effattn.bench import error_report
+
+    console = console or _console()
+    if not is_one(folder):
+        raise ValueError(f"errors: {folder} must hold the study.yaml and records.jsonl of an error study")
+    known = read(folder / "records.jsonl")
+    cells = ErrorStudy.parse(read_fields(folder / "study.yaml")).cells()
+    records = pd.DataFrame([known[cell.key] for cell in cells if cell.key in known])
+    error_report.summary_table(records).to_csv(folder / "summary.csv", index=False)
+    error_report.draw_all(records, folder / "figures")
+    error_report.print_tables(records, console)
+    console.print(f"\n{folder}", highlight=False, soft_wrap=True)
+    return folder
+
+
+def _measure(
+    cells: Sequence[Cell], study: ErrorStudy, machine: Machine, writer: RecordWriter, console: Console
+) -> None:
+    """Let the model read each text that has cells left, and measure them as their layers come by."""
+    console.print(f"Loading {study.model}", highlight=False)
+    loaded = capture.load_model(CaptureSource(study.model))
+    backends = {cell.backend: effattn.get(cell.backend) for cell in cells}
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cells))
+        for text in dict.fromkeys(cell.text for cell in cells):
+            of_text = [cell for cell in cells if cell.text == text]
+
+            def visit(inputs: LayerInputs, of_text: list[Cell] = of_text) -> None:
+                of_layer = [cell for cell in of_text if cell.layer == inputs.layer]
+                for seq_len in dict.fromkeys(cell.seq_len for cell in of_layer):
+                    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+                    measured = [cell for cell in of_layer if cell.seq_len == seq_len]
+                    first = measured[0]
+                    prefix = inputs.prefix(seq_len, dtype=getattr(torch, first.dtype), device=first.device)
+                    full = FullRows.of(prefix, first.error_rows, seed=first.seed, gradients=first.gradients)
+                    for cell in measured:
+                        outcome = _outcome(full, backends[cell.backend])
+                        writer.append({**cell.identity, **outcome, **machine.record, "started_at": started_at})
+                        progress.advance(task)
+
+            longest = max(cell.seq_len for cell in of_text)
+            layers = sorted({cell.layer for cell in of_text})
+            capture.stream(CaptureSource(study.model, text), longest, visit, layers=layers, loaded=loaded)
+            lengths = ", ".join(map(str, sorted({cell.seq_len for cell in of_text})))
+            progress.console.print(f"{text}: {len(layers)} layers at {lengths} tokens", highlight=False)
+
+
+def _outcome(full: FullRows, backend: effattn.Backend) -> Record:
+    try:
+        return {"status": "ok", "reason": None, **full.errors_of(backend)}
+    except UnsupportedError as error:
+        return {"status": "unsupported", "reason": "; ".join(error.reasons)}
+    except torch.OutOfMemoryError as error:
+        return {"status": "out_of_memory", "reason": str(error)}
+    except ArithmeticError as error:
+        return {"status": "error", "reason": str(error)}
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
