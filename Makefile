@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STUDY ?= $(if $(wildcard /dev/nvidia0),experiments/length_sweep_cuda.yaml,experiments/length_sweep.yaml)
 QUALITY ?= sdpa sliding_window "sliding_window(global_tokens=(0, 1, 2, 3))" lsh \
-	"lsh(num_hashes=3, hashing='anchors', local=True, sinks=4)" --seq-lens 2048 4096 8192
+	"lsh(num_hashes=3, hashing='anchors', local=True, sinks=4)"
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -16,8 +16,11 @@ help:  ## this list
 sweep: $(VENV)/.installed  ## run a study: make sweep STUDY=experiments/length_sweep.yaml ARGS="--seq-lens 512 1024"
 	$(BIN)/effattn sweep $(STUDY) $(ARGS)
 
-quality: $(VENV)/.installed  ## what backends do to a real model's loss: make quality ARGS="--text my.txt"
-	$(BIN)/effattn evaluate $(QUALITY) $(ARGS)
+quality: $(VENV)/.installed  ## what backends do to a real model: loss, recall, error by layer and head; ARGS=--quick
+	$(BIN)/effattn evaluate $(QUALITY) --seq-lens 2048 4096 8192 $(ARGS)
+	$(BIN)/effattn evaluate $(QUALITY) --task needle --seq-lens 2048 $(ARGS)
+	$(BIN)/effattn evaluate $(QUALITY) --task recall --seq-lens 2048 $(ARGS)
+	$(BIN)/effattn errors experiments/error_study.yaml $(ARGS)
 
 peers: $(VENV)/.peers  ## ours beside what others have published, in one run: make peers ARGS=--quick
 	$(BIN)/python -m effattn.bench.compare_peers experiments/peers.yaml $(ARGS)

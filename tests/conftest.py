@@ -1,7 +1,9 @@
 """Shared by all tests: one thread a process, since problems are small and tests run in parallel; and models."""
 
+import io
 from collections.abc import Callable
-from typing import Any
+from contextlib import redirect_stderr
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,10 +56,18 @@ def llama(save_model: Callable[..., str]) -> str:
     return save_model(transformers.LlamaConfig(**TINY_LLAMA))
 
 
+class Loaded(NamedTuple):
+    model: Any
+    tokenizer: Any
+    printed: str  # on standard error, while it was loaded
+
+
 @pytest.fixture(scope="session")
-def smollm2() -> tuple[Any, Any]:
-    """SmolLM2 and its tokenizer, loaded once a process; whoever changes it puts it back."""
+def smollm2() -> Loaded:
+    """SmolLM2, loaded once a process, which takes most of a minute; whoever changes it puts it back."""
     pytest.importorskip("transformers", reason="needs the extra 'models'")
     from effattn.bench.capture import CaptureSource, load_model
 
-    return load_model(CaptureSource())
+    with redirect_stderr(io.StringIO()) as printed:
+        model, tokenizer = load_model(CaptureSource())
+    return Loaded(model, tokenizer, printed.getvalue())

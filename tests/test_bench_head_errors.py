@@ -133,6 +133,6 @@ def test_sampled_errors_agree_with_exact_ones_on_a_real_model(smollm2):
                 )
                 held.extend(low <= error <= high for low, error, high in triples)
 
-    capture.stream(CaptureSource(), 2048, visit, layers=(15,), loaded=smollm2)
+    capture.stream(CaptureSource(), 2048, visit, layers=(15,), loaded=smollm2[:2])
     assert len(held) == 8 * 2 * 3
     assert sum(held) / len(held) >= 0.88

@@ -38,7 +38,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's road for CUDA, on CPU tensors, with PyTorch's dense definition of the operator at its end."""
     from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr(flex_engine, "_is_cpu", lambda device: False)
+    monkeypatch.setattr(flex_engine, "is_cpu", lambda device: False)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
     compiled = torch.compile(flex_engine._fused, dynamic=True, fullgraph=True, backend="eager")
     monkeypatch.setattr(flex_engine, "_compiled", lambda: compiled)
@@ -220,7 +220,7 @@ def test_numbers_enter_a_graph_as_tensors(mask: Mask) -> None:
                 if isinstance(part, Mask):
                     check(part)
 
-    check(flex_engine._lifted(mask, 40, CPU))
+    check(flex_engine.lifted(mask, 40, CPU))
 
 
 # About the registered class, about aot_autograd; and what other cases show too.
@@ -305,13 +305,13 @@ def test_without_a_log_sum_exp_none_is_made() -> None:
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(1, 5), (16, 16), (24, 40), (200, 129)])
 def test_head_dims_are_powers_of_two(head_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     widths = []
-    run = flex_engine._run
+    run = flex_engine._fused_alone
 
     def spy(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
         widths.extend(t.shape[3] for t in (query, key, value))
         return run(query, key, value, *rest)
 
-    monkeypatch.setattr(flex_engine, "_run", spy)
+    monkeypatch.setattr(flex_engine, "_fused_alone", spy)
     query, value = torch.randn(1, 2, 9, head_dim), torch.randn(1, 2, 9, value_dim)
     output, _ = flex_engine.flex_attention(query, query, value, mask=Causal(), scale=0.1, query_offset=0)
     wanted, _ = reference.attention(query, query, value, mask=Causal(), scale=0.1)

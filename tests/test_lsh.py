@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import effattn
-from effattn import Backend, Mask, attention, get, pattern, reference
+from effattn import Backend, Mask, attention, attention_weights, get, pattern, reference
 from effattn.bench.inputs import make_inputs
 from effattn.bench.memory import peak_memory
 from effattn.kernels import hashing
@@ -492,6 +492,16 @@ def test_memory_grows_with_the_length(backward, spec):
 
     peaks = [peak(length) for length in (1024, 2048, 4096, 8192)]
     assert all(after <= 2.2 * before for before, after in itertools.pairwise(peaks))
+
+
+@pytest.mark.parametrize("spec", ["lsh(count='per_round')", "lsh(shared_qk=True)", "lsh(hashing='anchors', sinks=2)"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "query_len", "key_len"), [(1, 0, 5, 5), (0, 2, 5, 5), (1, 2, 0, 0), (1, 2, 5, 0)]
+)
+def test_the_pattern_of_nothing(spec, batch, heads, query_len, key_len):
+    query, key = torch.zeros(batch, heads, query_len, 8), torch.zeros(batch, heads, key_len, 8)
+    assert seen(spec, query, key).shape == (batch, heads, query_len, key_len)
+    assert attention_weights(query, key, backend=spec).shape == (batch, heads, query_len, key_len)
 
 
 @pytest.mark.parametrize(

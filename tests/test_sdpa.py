@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from effattn import Request, UnsupportedError, attention, get, reference
 from effattn.backends import sdpa
-from effattn.masks import Causal, Everything, Padding, Window
+from effattn.kernels.narrow import narrow
+from effattn.masks import Causal, Dense, Documents, Everything, Padding, Window
 from effattn.testing import contract_cases
 
 
@@ -206,31 +207,75 @@ def calls(monkeypatch):
     """What a stand-in for both packages was called with. It checks what they check, and computes by the reference."""
     made = []
 
-    def flash_attn_func(
-        q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False, return_attn_probs=False
-    ):
+    def attend(q, k, v, softmax_scale, causal, window_size):
+        """``[batch, seq, heads, head_dim]``; a band is measured from the bottom right corner."""
         assert all(t.stride(-1) == 1 and t.shape[3] % 8 == 0 for t in (q, k, v))
         assert q.shape[2] % k.shape[2] == 0
-        made.append({"causal": causal, "window_size": window_size, "shape": tuple(q.shape), "keys": k.shape[1]})
         left, right = (None if reach == -1 else reach for reach in window_size)
         mask = Causal() if causal else Window(left, right)
         output, lse = reference.attention(*(t.transpose(1, 2) for t in (q, k, v)), mask=mask, scale=softmax_scale)
-        output = output.transpose(1, 2).to(q.dtype)
-        return (output, lse.float()) if return_attn_probs else output
+        assert (lse > -torch.inf).all(), "versions differ in what a row without keys gives"
+        return output.transpose(1, 2).to(q.dtype), lse.float()
 
-    def with_weights(*args, **options):
+    def flash_attn_func(
+        q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False, return_attn_probs=False
+    ):
+        made.append({"causal": causal, "window_size": window_size, "shape": tuple(q.shape), "keys": k.shape[1]})
+        output, lse = attend(q, k, v, softmax_scale, causal, window_size)
+        return (output, lse) if return_attn_probs else output
+
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        return_attn_probs=False,
+    ):
+        """Blocks end to end, ``[total, heads, head_dim]``; the log-sum-exp is ``[heads, total]``."""
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        rows, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        assert (max(rows), max(keys)) == (max_seqlen_q, max_seqlen_k)
+        made.append({"causal": causal, "window_size": window_size, "rows": rows, "keys": keys})
+        blocks = zip(q.split(rows), k.split(keys), v.split(keys), strict=True)
+        found = [attend(*(t[None] for t in block), softmax_scale, causal, window_size) for block in blocks]
+        output, lse = torch.cat([f[0][0] for f in found]), torch.cat([f[1][0] for f in found], dim=1)
+        return (output, lse) if return_attn_probs else output
+
+    def with_weights(function):
         """Version 2 also gives what it calls weights."""
-        result = flash_attn_func(*args, **options)
-        return (*result, None) if options["return_attn_probs"] else result
 
-    for name, function in (("flash_attn", with_weights), ("flash_attn_interface", flash_attn_func)):
+        def call(*args, **options):
+            result = function(*args, **options)
+            return (*result, None) if options["return_attn_probs"] else result
+
+        return call
+
+    def blocks_apart(*args, **options):
+        """An older version 2 gives the log-sum-exp as ``[blocks, heads, most rows]``."""
+        result = flash_attn_varlen_func(*args, **options)
+        if not options["return_attn_probs"]:
+            return result
+        lses = result[1].T.split(made[-1]["rows"])
+        return result[0], torch.nn.utils.rnn.pad_sequence(lses, batch_first=True).transpose(1, 2), None
+
+    functions = {
+        "flash_attn": (with_weights(flash_attn_func), blocks_apart),
+        "flash_attn_interface": (flash_attn_func, flash_attn_varlen_func),
+    }
+    for name, (function, packed) in functions.items():
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.flash_attn_func = function
+        module.flash_attn_func, module.flash_attn_varlen_func = function, packed
         monkeypatch.setitem(sys.modules, name, module)
-    sdpa._flash_attn_func.cache_clear()
+    sdpa._function_of.cache_clear()
     yield made
-    sdpa._flash_attn_func.cache_clear()
+    sdpa._function_of.cache_clear()
 
 
 @pytest.mark.usefixtures("calls")
@@ -267,14 +312,65 @@ def test_a_band_is_said_to_a_package(calls, mask, query_len, query_offset, seen,
     assert backend.resolve(request()) == kernel
 
 
+RIGHT = Padding.from_lengths(torch.tensor([33, 20]), 33)
+LEFT = Padding(RIGHT.keep.flip(1))
+PIECES = Documents((torch.arange(33) // 12).expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    ("mask", "query_len", "query_offset", "bands"),
+    [
+        (RIGHT, 33, None, {(False, (-1, -1)): ([33, 33], [33, 20])}),
+        (Padding((torch.arange(33) % 5 > 0)[None]), 33, None, {(False, (-1, -1)): ([33, 33], [26, 26])}),
+        (PIECES, 33, None, {(False, (-1, -1)): ([12, 12, 9] * 2, [12, 12, 9] * 2)}),
+        (PIECES & RIGHT, 33, None, {(False, (-1, -1)): ([12, 12, 9, 12, 12], [12, 12, 9, 12, 8])}),
+        (PIECES & Causal(), 33, None, {(True, (-1, -1)): ([12, 12, 9] * 2, [12, 12, 9] * 2)}),
+        # Padded rows see all keys: a call of their own, since the corner is elsewhere.
+        (RIGHT & Causal(), 33, None, {(True, (-1, -1)): ([33, 20], [33, 20]), (False, (-1, -1)): ([13], [20])}),
+        (LEFT & Causal(), 33, None, {(True, (-1, -1)): ([33, 20], [33, 20])}),
+        (RIGHT & Causal(), 1, None, {(True, (-1, -1)): ([1], [33]), (False, (-1, -1)): ([1], [20])}),
+        (
+            RIGHT & Causal() & Window(4, 0),
+            33,
+            None,
+            {(False, (4, 0)): ([33, 20], [33, 20]), (False, (0, -1)): ([4], [4])},
+        ),
+        (LEFT & Window(2, 3), 33, None, {(False, (2, 3)): ([33, 20], [33, 20]), (True, (-1, -1)): ([3], [3])}),
+        (Causal(), 33, -5, {(True, (-1, -1)): ([28, 28], [28, 28])}),
+        (Window(3, 3), 9, 50, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["flash_attn_2", "flash_attn_3"])
+def test_padding_and_documents_are_packed(calls, mask, query_len, query_offset, bands, kernel):
+    query, key, value = (t.detach().half() for t in inputs(query_len))
+    tensors = [query, key[:, :2], value[:, :2]]
+    options = {"mask": mask, "query_offset": query_offset}
+    output, lse = attention(*tensors, backend=Packaged(kernel), return_lse=True, **options)
+    wanted, wanted_lse = reference.attention(*tensors, **options)
+    torch.testing.assert_close(output.double(), wanted, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=2e-3, rtol=2e-3)
+    assert {(c["causal"], c["window_size"]): (c["rows"], c["keys"]) for c in calls} == bands
+    assert len(calls) == len(bands)
+    tensors = [t.float().requires_grad_() for t in tensors]
+    got, want = (attention(*tensors, backend=backend, **options) for backend in (Packaged(kernel), "full"))
+    torch.testing.assert_close(*(torch.autograd.grad(t.sin().sum(), tensors) for t in (got, want)))
+
+
 @pytest.mark.usefixtures("calls")
 def test_what_a_package_cannot_do_is_refused():
     half = {"dtype": torch.float16}
-    rows_without_keys = request(mask=Causal(), query_offset=-4, **half)
-    assert Packaged().reasons(rows_without_keys) == [
-        "requested Causal() at query_offset -4 from flash_attn_2; supported bands in which every row sees a key"
+    supported = (
+        "supported windows without dilation, padding (beside a window: without holes) and documents in one piece each"
+    )
+    holes = Padding((torch.arange(33) % 5 > 0)[None])
+    assert Packaged().reasons(request(mask=holes, **half)) == []
+    scattered = Documents((torch.arange(33) % 2)[None])
+    for mask in (Window(3, 3, dilation=2), holes & Causal(), scattered):
+        assert Packaged().reasons(request(mask=mask, **half)) == [f"requested {mask!r} from flash_attn_2; {supported}"]
+    assert Packaged().reasons(request(mask=Dense(torch.ones(33, 33, dtype=torch.bool)), **half)) == [
+        "requested a mask of Dense; supported Causal, Documents, Padding, Window"
     ]
-    assert "supported bands" in Packaged().reasons(request(mask=Window(3, 3, dilation=2), **half))[0]
     assert Packaged().reasons(request(backward=True, return_lse=True, **half)) == [
         "requested the log-sum-exp with a backward pass; supported either of the two"
     ]
@@ -311,3 +407,18 @@ def test_a_wide_bias_keeps_its_digits_beside_half_precision(dtype):
     got = attention(query, key, value, backend="sdpa", bias=bias).float()
     want = attention(query.float(), key.float(), value.float(), bias=bias)
     assert (got - want).norm() / want.norm() < 0.01
+
+
+def test_a_bias_that_must_be_narrowed_is_moved_first():
+    """As on CUDA, where a bias comes in the queries' dtype."""
+    bias = -0.25 * (4096 + torch.arange(256)).float().expand(3, 256)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrowed, moved = narrow(bias, dtype)
+        assert narrowed.dtype == dtype
+        torch.testing.assert_close(narrowed.float() + moved, bias, atol=0.25, rtol=0)
+        assert (bias.to(dtype).float() - bias).abs().max() > 0.4
+        weights = torch.softmax(narrowed.double(), -1)
+        torch.testing.assert_close(weights, torch.softmax(bias.double(), -1), atol=1e-3, rtol=0)
+    kept, moved = narrow(bias, torch.float64)
+    assert kept.dtype == torch.float64
+    assert moved is None

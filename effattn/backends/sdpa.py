@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backend import Backend, Capabilities, Request, UnsupportedError, register
-from ..kernels.corner import corner_band
-from ..masks import Causal, Coverage, Mask, Window, evaluate
+from ..kernels.corner import CornerBand, corner_band
+from ..kernels.narrow import narrow
+from ..kernels.packing import Pack, pack_rows, packs_of, unpack_lse
+from ..masks import Causal, Coverage, Documents, Mask, Padding, Window, evaluate
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -42,7 +44,10 @@ class SDPA(Backend):
     does not have it for the inputs. A mask that is neither empty nor top-left causal is materialised, O(n^2).
 
     "flash_attn_2" and "flash_attn_3" are Dao 2023 and Shah et al. 2024, where their packages are installed: on CUDA,
-    in half precision, for bands (causal masks and windows) in which every row sees a key; O(n) memory.
+    in half precision; O(n) memory. A causal mask or window in which every row sees a key is handed over as it is. Else
+    the rows that see something and their keys are laid end to end (``flash_attn_varlen_func``), which reads padding
+    and documents on the host. Beside a window, rows before and behind the real keys are calls of their own: one for
+    all where the window is unbounded on that side, else one for each number of such rows.
     """
 
     name = "sdpa"
@@ -56,7 +61,7 @@ class SDPA(Backend):
     def capabilities(self) -> Capabilities:
         if self.kernel in _PACKAGES:
             return Capabilities(
-                masks=(Causal, Window),
+                masks=(Causal, Window, Padding, Documents),
                 bias=False,
                 bias_grad=False,
                 dtypes=(torch.float16, torch.bfloat16),
@@ -78,14 +83,12 @@ class SDPA(Backend):
 
     def reasons(self, request: Request) -> list[str]:
         reasons = super().reasons(request)
-        if self.kernel in _PACKAGES:
-            if _band_of(request) is None:
-                reasons.append(
-                    f"requested {request.mask!r} at query_offset {request.query_offset} from {self.kernel}; "
-                    "supported bands in which every row sees a key"
-                )
-            if request.backward and request.return_lse:
-                reasons.append("requested the log-sum-exp with a backward pass; supported either of the two")
+        is_known = all(kind in self.capabilities.masks for kind in request.mask.kinds())
+        if self.kernel in _PACKAGES and is_known and _band_of(request) is None and _packs_of(request) is None:
+            reasons.append(
+                f"requested {request.mask!r} from {self.kernel}; supported windows without dilation, padding (beside a "
+                "window: without holes) and documents in one piece each"
+            )
         if request.device == "cpu" and self.kernel in ("efficient", "cudnn"):
             reasons.append(f"requested the {self.kernel} kernel on cpu; supported flash and math")
         if request.device == "cpu" and self.kernel == "flash" and request.head_dim != request.value_dim:
@@ -195,48 +198,75 @@ def _translate(
             return False, None, None
         empty = ~allowed.any(-1, keepdim=True)
         return False, (allowed | empty).expand(*allowed.shape[:2], query_len, key_len), empty
-    # A CPU takes a bias in float32 beside half-precision queries; rounded, a large one would lose its differences.
+    # A CPU takes a bias in float32 beside half-precision queries.
     keeps = query.device.type == "cpu" and bias.dtype == torch.float32 and query.dtype.itemsize == 2
-    additive = bias if keeps else bias.to(query.dtype)
-    if allowed is not None:
-        additive = additive.masked_fill(~allowed, -torch.inf)
-    additive = additive.expand(batch_size, num_heads, query_len, key_len)
+    additive = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
     empty = (additive == -torch.inf).all(-1, keepdim=True)
-    return False, additive.masked_fill(empty, 0.0), empty
+    additive = additive.masked_fill(empty, 0.0)
+    if not keeps:
+        additive, _ = narrow(additive, query.dtype)
+    return False, additive.expand(batch_size, num_heads, query_len, key_len), empty
 
 
 def _band_of(request: Request) -> Any:
     return corner_band(request.mask, request.query_len, request.key_len, request.query_offset)
 
 
+def _packs_of(request: Request, device: torch.device | str = "cpu") -> list[Pack] | None:
+    sizes = request.batch_size, request.query_len, request.key_len, request.query_offset
+    return packs_of(request.mask, *sizes, device)
+
+
 def _by_package(
     kernel: str, query: Tensor, key: Tensor, value: Tensor, request: Request, scale: float, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """By ``flash_attn_func`` of a flash-attention package, which measures a band from the bottom right corner too."""
-    band = _band_of(request)
-    assert band is not None
-    is_causal = band.left is None and band.right == 0
-    # A causal mask is said as such; of a window, -1 is unbounded.
-    window = (-1, -1) if is_causal else tuple(-1 if reach is None else reach for reach in (band.left, band.right))
+    """By a flash-attention package, which measures a band from the bottom right corner too."""
     head_dim = query.shape[3]
+    q, k, v = (_laid_out(t) for t in (query, key, value))
+    options = {"softmax_scale": scale, "return_attn_probs": need_lse}
+    band = _band_of(request)
+    if band is not None:
+        k, v = (t[:, slice(*band.keys)] for t in (k, v))
+        result = _function_of(kernel, "flash_attn_func")(q, k, v, **options, **_band_options(band))
+        output, lse = result[:2] if need_lse else (result, None)  # some versions give more
+        return output.transpose(1, 2)[..., :head_dim], lse
 
-    def laid_out(tensor: Tensor) -> Tensor:
-        """``[batch, seq, heads, head_dim]``, the last dimension dense and zeros up to a multiple of 8."""
-        tensor = tensor.transpose(1, 2)
-        if head_dim % _PACKAGE_ALIGNMENT:
-            tensor = F.pad(tensor, (0, -head_dim % _PACKAGE_ALIGNMENT))
-        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    packs = _packs_of(request, query.device)
+    assert packs is not None
+    output = torch.zeros_like(q) if packs else _zeros_of(q, k, v)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32) if need_lse else None
+    for pack in packs:
+        rows, keys, values = (pack_rows(*t) for t in ((q, pack.rows), (k, pack.keys), (v, pack.keys)))
+        lengths = pack.row_lengths, pack.key_lengths
+        ends = [F.pad(torch.tensor(n, device=q.device).cumsum(0, dtype=torch.int32), (1, 0)) for n in lengths]
+        result = _function_of(kernel, "flash_attn_varlen_func")(
+            rows, keys, values, *ends, *map(max, lengths), **options, **_band_options(pack)
+        )
+        output[pack.rows] = result[0] if need_lse else result
+        if lse is not None:
+            lse[pack.rows] = unpack_lse(result[1], pack.row_lengths, is_packed=result[1].dim() == 2)
+    return output.transpose(1, 2)[..., :head_dim], None if lse is None else lse.transpose(1, 2)
 
-    keys = slice(*band.keys)
-    result = _flash_attn_func(kernel)(
-        *(laid_out(t) for t in (query, key[:, :, keys], value[:, :, keys])),
-        softmax_scale=scale,
-        causal=is_causal,
-        window_size=window,
-        return_attn_probs=need_lse,
-    )
-    output, lse = result[:2] if need_lse else (result, None)  # some versions give more
-    return output.transpose(1, 2)[..., :head_dim], lse
+
+def _zeros_of(query: Tensor, *others: Tensor) -> Tensor:
+    """Zeros like ``query`` that are a function of all the tensors, with gradients of 0."""
+    total = query.sum() + sum(t.sum() for t in others)
+    return total.masked_fill(torch.ones_like(total, dtype=torch.bool), 0.0).expand_as(query)
+
+
+def _band_options(band: CornerBand | Pack) -> dict[str, Any]:
+    """A causal mask is said as such; of a window, -1 is unbounded."""
+    is_causal = band.left is None and band.right == 0
+    window = (-1, -1) if is_causal else tuple(-1 if reach is None else reach for reach in (band.left, band.right))
+    return {"causal": is_causal, "window_size": window}
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    """``[batch, seq, heads, head_dim]``, the last dimension dense and zeros up to a multiple of 8."""
+    tensor = tensor.transpose(1, 2)
+    if tensor.shape[3] % _PACKAGE_ALIGNMENT:
+        tensor = F.pad(tensor, (0, -tensor.shape[3] % _PACKAGE_ALIGNMENT))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _module_of(kernel: str) -> str | None:
@@ -249,7 +279,7 @@ def _module_of(kernel: str) -> str | None:
 
 
 @functools.cache
-def _flash_attn_func(kernel: str) -> Callable[..., Any]:
+def _function_of(kernel: str, function: str) -> Callable[..., Any]:
     name = _module_of(kernel)
     assert name is not None
-    return importlib.import_module(name).flash_attn_func
+    return getattr(importlib.import_module(name), function)

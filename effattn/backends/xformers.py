@@ -14,19 +14,18 @@ import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import ALL_MASKS, Backend, Capabilities, Request, UnsupportedError, register
 from ..kernels.corner import corner_band
+from ..kernels.narrow import narrow
+from ..kernels.packing import blocks_of, pack_rows, tables_of, unpack_lse, unpack_rows
 from ..masks import Causal, Coverage, Documents, Everything, Mask, Padding, Window, band_of, conjuncts, evaluate
 
 _PACKAGES = ("xformers.ops.fmha", "mslk.attention.fmha")  # one interface under two names: the first that is installed
@@ -84,8 +83,6 @@ class Xformers(Backend):
 
     def reasons(self, request: Request) -> list[str]:
         reasons = super().reasons(request)
-        if request.backward and request.return_lse:
-            reasons.append("requested the log-sum-exp with a backward pass; supported either of the two")
         if request.device == "cuda" and not torch.cuda.is_available():  # xformers would be asked with tensors there
             reasons.append("requested device cuda; supported where PyTorch finds one")
         if not reasons:  # only now is xformers imported
@@ -119,9 +116,9 @@ class Xformers(Backend):
         op_name, form = choice
         forward, backward = operators(op_name)
         q, k, v = to_layout(query, key, value, form, forward, grouped=not request.backward)
-        attn_bias, empty = form.attn_bias, None
+        attn_bias, empty, moved = form.attn_bias, None, None
         if form.is_tensor:
-            attn_bias, empty = tensor_bias(query, key.shape[2], mask, bias, query_offset)
+            attn_bias, empty, moved = tensor_bias(query, key.shape[2], mask, bias, query_offset)
             if q.dim() == 5:
                 attn_bias = attn_bias.unflatten(1, q.shape[2:4])
 
@@ -138,16 +135,18 @@ class Xformers(Backend):
         batch_size, query_len = query.shape[0], query.shape[2]
         output = output.flatten(2, -2)[..., : value.shape[3]]
         if form.lengths:
-            output = _unpacked(output.flatten(0, 1), form, batch_size, query_len, 0.0)
+            output = unpack_rows(output.flatten(0, 1), form.rows, batch_size, query_len, 0.0)
         output = output.transpose(1, 2)
         if empty is not None:
             output = output.masked_fill(empty, 0.0)
         if lse is not None:
             lse = lse.flatten(1, -2).float()  # its last dimension may be padded
             if form.lengths:
-                lse = _packed_lse(lse, form.lengths, forward.VARLEN_LSE_PACKED)
-                lse = _unpacked(lse, form, batch_size, query_len, -torch.inf).transpose(1, 2)
+                is_packed = forward.VARLEN_LSE_PACKED
+                lse = unpack_lse(lse[0] if is_packed else lse, form.lengths, is_packed)
+                lse = unpack_rows(lse, form.rows, batch_size, query_len, -torch.inf).transpose(1, 2)
             lse = lse[..., :query_len]
+            lse = lse if moved is None else lse + moved[..., 0]
             lse = lse if empty is None else lse.masked_fill(empty[..., 0], -torch.inf)
         return output, lse
 
@@ -216,15 +215,6 @@ def _band_forms(request: Request) -> Iterator[Form]:
     yield Form("no bias" if bias is None else type(bias).__name__, bias, keys=band.keys)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of one batch row, and the keys that all of them see (within the band)."""
-
-    batch: int
-    rows: slice
-    keys: np.ndarray
-
-
 def _block_forms(band: Window, masks: Sequence[Mask], request: Request) -> Iterator[Form]:
     """Padding and documents that lie in one piece each: blocks on the diagonal of the whole batch."""
     attn_bias = load().attn_bias
@@ -237,21 +227,17 @@ def _block_forms(band: Window, masks: Sequence[Mask], request: Request) -> Itera
     if not is_said or (has_documents and not is_square):
         return
     left = key_len if band.left is None else band.left
-    blocks = _blocks(masks, batch_size, query_len, key_len, has_documents, None if is_plain else left)
-    if not blocks:
+    blocks = blocks_of(masks, batch_size, query_len, key_len, request.query_offset)
+    if not blocks or not (is_plain or all(block.is_one_piece for block in blocks)):
         return
+    if not is_plain:  # measured from the top left corner: rows begin with the keys, and end where they see none
+        blocks = [replace(b, rows=slice(int(b.keys[0]), min(b.rows.stop, int(b.keys[-1]) + 1 + left))) for b in blocks]
     device = masks[0].tensors[0].device
-    lengths = tuple(block.rows.stop - block.rows.start for block in blocks)
+    lengths = tuple(block.num_rows for block in blocks)
     key_lengths = [len(block.keys) for block in blocks]
-    rows, keys = np.zeros((batch_size, query_len), bool), np.zeros((batch_size, key_len), bool)
-    for block in blocks:
-        rows[block.batch, block.rows] = True
-        keys[block.batch, block.keys] = True
-    packed: dict[str, Any] = {
-        "rows": None if rows.all() else torch.from_numpy(rows).to(device),
-        "lengths": lengths,
-    }
-    if is_plain and not has_documents and all(np.ptp(b.keys) == len(b.keys) - 1 for b in blocks):  # keys stay in place
+    rows, keys = tables_of(blocks, batch_size, query_len, key_len, device)
+    packed: dict[str, Any] = {"rows": None if rows.all() else rows, "lengths": lengths}
+    if is_plain and not has_documents and all(block.is_one_piece for block in blocks):  # keys stay in place
         starts = [int(block.keys[0]) for block in blocks]
         bias: Any
         if not any(starts) and len(blocks) == batch_size:
@@ -265,40 +251,7 @@ def _block_forms(band: Window, masks: Sequence[Mask], request: Request) -> Itera
     bias = attn_bias.BlockDiagonalMask.from_seqlens(lengths, key_lengths, device=device)
     if not is_plain:
         bias = bias.make_causal() if left >= key_len - 1 else bias.make_local_attention(left + 1)
-    yield Form(type(bias).__name__, bias, keys=None if keys.all() else torch.from_numpy(keys).to(device), **packed)
-
-
-def _blocks(
-    masks: Sequence[Mask], batch_size: int, query_len: int, key_len: int, has_documents: bool, left: int | None
-) -> list[_Block]:
-    """The blocks that padding and documents make, or none where they are not in one piece each.
-
-    ``left`` is the reach of a causal window; None: there is none, and every row of a block sees all of its keys.
-    """
-    keep = np.ones((batch_size, key_len), dtype=bool)
-    edges = np.zeros((batch_size, key_len), dtype=bool)
-    for mask in masks:
-        table = mask.tensors[0].expand(batch_size, -1).cpu().numpy()
-        if isinstance(mask, Padding):
-            keep &= table
-        else:
-            edges[:, 1:] |= table[:, 1:] != table[:, :-1]
-            if any(len(np.unique(row)) != 1 + (row[1:] != row[:-1]).sum() for row in table):
-                return []
-    blocks = []
-    for batch in range(batch_size):
-        starts = [0, *np.flatnonzero(edges[batch]), key_len]
-        for start, stop in pairwise(starts):
-            keys = start + np.flatnonzero(keep[batch, start:stop])
-            if not len(keys):
-                continue
-            rows = slice(int(start), int(stop)) if has_documents else slice(0, query_len)
-            if left is not None:
-                if np.ptp(keys) != len(keys) - 1:
-                    return []
-                rows = slice(int(keys[0]), min(rows.stop, int(keys[-1]) + 1 + left))
-            blocks.append(_Block(batch, rows, keys))
-    return blocks
+    yield Form(type(bias).__name__, bias, keys=None if keys.all() else keys, **packed)
 
 
 def to_layout(
@@ -325,21 +278,22 @@ def to_layout(
 
 def tensor_bias(
     query: Tensor, key_len: int, mask: Mask, bias: Tensor | None, query_offset: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mask and bias as one aligned tensor ``[batch, heads, query_len, key_len]``, and the rows that see nothing.
 
-    Those rows, bool ``[batch or 1, heads or 1, query_len, 1]``, get zeros: kernels disagree about a row of -inf.
+    Those rows, bool ``[batch or 1, heads or 1, query_len, 1]``, get zeros: kernels disagree about a row of -inf. A bias
+    wider than the queries' dtype, which the kernels want it in, comes back moved (``narrow``), and by how much.
     """
     sizes = (*query.shape[:3], key_len)
     allowed = evaluate(mask, *(torch.arange(n, device=query.device) for n in sizes), query_offset)  # type: ignore
-    additive = query.new_zeros(()) if bias is None else bias.to(query.dtype)
+    additive = query.new_zeros(()) if bias is None else bias
     additive = additive.masked_fill(~allowed, -torch.inf)
     additive = additive.expand(*additive.shape[:2], *sizes[2:])
     empty = (additive == -torch.inf).all(-1, keepdim=True)
-    additive = additive.masked_fill(empty, 0.0)
+    additive, moved = narrow(additive.masked_fill(empty, 0.0), query.dtype)
     # Rows start at multiples of the alignment: made longer, and sliced back.
     additive = F.pad(additive, (0, -key_len % _ALIGNMENT)).contiguous()[..., :key_len]
-    return additive.expand(sizes), empty
+    return additive.expand(sizes), empty, moved
 
 
 def operators(name: str) -> tuple[Any, Any]:
@@ -419,28 +373,9 @@ def _head_dims(head_dim: int, value_dim: int, forward: Any) -> tuple[int, int]:
 
 def _pack(tensor: Tensor, form: Form, chosen: tuple[int, int] | Tensor | None) -> Tensor:
     """The chosen rows or keys of ``[batch, seq, heads, head_dim]``, laid end to end where the form asks for it."""
-    if isinstance(chosen, Tensor):
-        return tensor[chosen][None]
-    if chosen is not None:
-        tensor = tensor[:, slice(*chosen)]
-    return rearrange(tensor, "b s h d -> 1 (b s) h d") if form.lengths else tensor
-
-
-def _unpacked(rows: Tensor, form: Form, batch_size: int, query_len: int, fill: float) -> Tensor:
-    """Packed rows ``[rows, ...]`` back as ``[batch, query_len, ...]``, with ``fill`` for those that were left out."""
-    if form.rows is None:
-        return rows.unflatten(0, (batch_size, query_len))
-    whole = rows.new_full((batch_size, query_len, *rows.shape[1:]), fill)
-    whole[form.rows] = rows
-    return whole
-
-
-def _packed_lse(lse: Tensor, lengths: tuple[int, ...], is_packed: bool) -> Tensor:
-    """Of packed rows, as ``[rows, heads]``; operators give ``[1, heads, rows]`` or ``[blocks, heads, most rows]``."""
-    if is_packed:
-        return lse[0].T
-    index = torch.arange(lse.shape[2], device=lse.device)
-    return lse.transpose(1, 2)[index < torch.tensor(lengths, device=lse.device)[:, None]]
+    if isinstance(chosen, tuple):
+        return tensor[:, slice(*chosen)]
+    return pack_rows(tensor, chosen)[None] if form.lengths else tensor
 
 
 def _aligned(tensor: Tensor, head_dim: int) -> Tensor:

@@ -68,6 +68,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _LOGITS_BYTES = 32 * 2**20  # a block of them
 _CHECKED_TOKENS = 8
+_QUICK_SAMPLES = 2
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def evaluate(
     samples: int = tasks.SAMPLES,
     seed: int = 0,
     plugins: Sequence[str] = (),
+    quick: bool = False,
     out: Path = Path("results"),
     machine_label: str | None = None,
     retry: bool = False,
@@ -144,6 +146,7 @@ def evaluate(
         samples: how many sequences of each length the model reads; the loss is of one.
         seed: of what is drawn: facts, places, words, masked tokens.
         plugins: files or modules that register more backends.
+        quick: the shortest length alone and two samples at most, with a folder of its own, ``evaluate-quick``.
         out: where the folder ``evaluate/<machine>`` is, or is made.
         machine_label: the machine's name where the derived one does not please.
         retry: measure the cells again that did not end well.
@@ -163,7 +166,7 @@ def evaluate(
     console = console or _console()
     for plugin in plugins:
         workers.load_plugin(plugin)
-    asked = tasks.get(task, samples, seed)
+    asked = tasks.get(task, min(samples, _QUICK_SAMPLES) if quick else samples, seed)
     specs = [name for spec in backends for name in (effattn.names() if spec == "all" else (spec,))]
     chosen = {served.label: served for served in map(Served.parse, specs)}
     lengths = sorted(set(seq_lens))
@@ -171,6 +174,7 @@ def evaluate(
         raise ValueError("evaluate: backends must name at least one, got none")
     if not lengths or lengths[0] < 2:
         raise ValueError(f"evaluate: seq_lens must be at least one length, of 2 tokens or more, got {tuple(seq_lens)}")
+    lengths = lengths[:1] if quick else lengths
     by_layer = [served.label for served in chosen.values() if served.is_by_layer]
     if by_layer and layers is not None:
         raise ValueError(f"evaluate: layers must be None for {', '.join(by_layer)}, which names them, got {layers}")
@@ -182,7 +186,7 @@ def evaluate(
     source = CaptureSource(model, text)
     reader = Reader.load(source, max(lengths), dtype=dtype, device=device, layers=layers, task=asked)
 
-    folder = out / "evaluate" / machine.machine
+    folder = out / ("evaluate-quick" if quick else "evaluate") / machine.machine
     folder.mkdir(parents=True, exist_ok=True)
     cells = [reader.cell(spec, seq_len) for seq_len in lengths for spec in chosen]
     with RecordWriter(folder / "records.jsonl") as writer:

@@ -158,7 +158,7 @@ class FullRows:
             density = 1.0
         else:
             allowed = self._allowed(pattern)
-            kept = errors.weigh(_normalised(self.weights * allowed), value)
+            kept = _attend(self.weights * allowed, value)
             if bias is not None:
                 options: dict[str, Any] = {"mask": pattern, "bias": bias, "scale": self.inputs.scale}
                 kept, _ = reference.attention(query, key, value, rows=self.rows, **options)
@@ -167,7 +167,7 @@ class FullRows:
             count = allowed.sum(-1, keepdim=True)
             least = self.largest.gather(-1, (count - 1).clamp(min=0))
             best = self.weights.where((self.weights >= least) & (count > 0), 0.0)
-            oracle = errors.weigh(_normalised(best), value)
+            oracle = _attend(best, value)
             density = float(count.double().mean((0, 1)).sum() / seen.sum())
         norm = self.output[0].square().sum((1, 2))
         record: dict[str, Any] = {"density": density}
@@ -180,10 +180,10 @@ class FullRows:
         return record
 
 
-def _normalised(weights: Tensor) -> Tensor:
-    """Rows that sum to 1 again, but for those of which nothing is left."""
+def _attend(weights: Tensor, value: Tensor) -> Tensor:
+    """The output of rows whose weights need not sum to 1; 0 where nothing is left of them."""
     total = weights.sum(-1, keepdim=True)
-    return weights / torch.where(total > 0, total, 1.0)
+    return errors.weigh(weights, value) / torch.where(total > 0, total, 1.0)
 
 
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -45,14 +45,24 @@ if TYPE_CHECKING:
 
     from .tiles import Problem
 
-__all__ = ["DTYPES", "compiled_graphs", "cuda_limits", "flex_attention", "flex_tiles", "serves"]
+__all__ = [
+    "DTYPES",
+    "captured",
+    "compiled_graphs",
+    "cuda_limits",
+    "flex_attention",
+    "flex_tiles",
+    "lifted",
+    "run",
+    "serves",
+]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _LEAST_TILE, _MOST_TILES = 128, 1024
 _CUDA_HEAD_DIMS = (16, 256)  # narrower ones are padded; wider ones do not fit shared memory
 _CUDA_GRID = 65535
-_UNBOUNDED = 2**62
+_UNBOUNDED = 2**30  # more than any length, and twice as much is still an int32: the arithmetic of pairs
 
 
 def flex_attention(
@@ -74,18 +84,11 @@ def flex_attention(
     Raises:
         UnsupportedError: if compilation is switched off.
     """
-    value_dim = value.shape[-1]
-    if _is_cpu(query.device):  # FlexAttention looks at requires_grad, also where no gradient is recorded
-        query, key, value = query.detach(), key.detach(), value.detach()
-        bias = None if bias is None else bias.detach()
-    else:
-        query, key, value = (_widened(t) for t in (query, key, value))
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    traced = torch.compiler.is_compiling()  # into a graph of the caller's, which then holds all of this
-    make, run = (_block_mask, _fused) if traced else (block_mask_of, _run)
+    if bias is not None and is_cpu(query.device):
+        bias = bias.detach()
+    make = _block_mask if torch.compiler.is_compiling() else block_mask_of
     block_mask = make(mask, query.shape[2], key.shape[2], query_offset, query.device)
-    output, lse = run(query, key, value, _score_mod(bias), block_mask, scale, need_lse)
-    return output[..., :value_dim], lse
+    return run(query, key, value, block_mask, scale, need_lse, score_mod=_score_mod(bias))
 
 
 def flex_tiles(
@@ -137,15 +140,33 @@ def compiled_graphs() -> int:
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
-def _run(
+def run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: Callable[..., Tensor] | None,
     block_mask: BlockMask,
     scale: float,
     need_lse: bool,
+    *,
+    score_mod: Callable[..., Tensor] | None = None,
+    kernel_options: dict[str, bool] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """FlexAttention, compiled, as ``flex_attention`` promises it; in a graph of the caller's, as a part of that."""
+    value_dim = value.shape[-1]
+    if is_cpu(query.device):  # FlexAttention looks at requires_grad, also where no gradient is recorded
+        query, key, value = query.detach(), key.detach(), value.detach()
+    else:
+        query, key, value = (_widened(t) for t in (query, key, value))
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    arguments = (query, key, value, score_mod, block_mask, scale, need_lse, kernel_options)
+    if torch.compiler.is_compiling():
+        output, lse = _fused(*arguments)
+    else:
+        output, lse = _fused_alone(*arguments)
+    return output[..., :value_dim], lse
+
+
+def _fused_alone(query: Tensor, *arguments: Any) -> tuple[Tensor, Tensor | None]:
     import torch._dynamo.config as dynamo_config
     import torch.fx.experimental._config as shape_config
 
@@ -154,9 +175,9 @@ def _run(
     with (
         dynamo_config.patch(recompile_limit=1024, accumulated_recompile_limit=4096),
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        torch.set_grad_enabled(torch.is_grad_enabled() and not _is_cpu(query.device)),
+        torch.set_grad_enabled(torch.is_grad_enabled() and not is_cpu(query.device)),
     ):
-        return _compiled()(query, key, value, score_mod, block_mask, scale, need_lse)
+        return _compiled()(query, *arguments)
 
 
 @functools.cache
@@ -175,6 +196,7 @@ def _fused(
     block_mask: BlockMask,
     scale: float,
     need_lse: bool,
+    kernel_options: dict[str, bool] | None,
 ) -> tuple[Tensor, Tensor | None]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -194,6 +216,7 @@ def _fused(
         block_mask=block_mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=kernel_options,  # type: ignore[arg-type]
         return_aux=AuxRequest(lse=need_lse),
     )
     return output, aux.lse
@@ -243,7 +266,7 @@ def _block_mask(mask: Mask, query_len: int, key_len: int, query_offset: int, dev
 
     none, some, full = (int(level) for level in Coverage)  # which torch.compile follows where an enum stops it
     tile_len = _tile_len(max(query_len, key_len))
-    on_cpu = _is_cpu(device)
+    on_cpu = is_cpu(device)
     num_tiles = -(-query_len // tile_len), -(-key_len // tile_len)
     if torch.compiler.is_compiling():  # a graph has no use for what would hold for one length
         of_rows, of_keys = (torch.arange(n)[None].expand(m, -1) for n, m in (num_tiles[::-1], num_tiles))
@@ -294,11 +317,11 @@ def _tile_len(length: int) -> int:
 def _mask_mod(
     mask: Mask, key_len: int, query_offset: int, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    lifted = _lifted(mask, key_len, device)
-    offset = torch.tensor(query_offset, device=device)
+    lifted_mask = lifted(mask, key_len, device)
+    offset = torch.full((), query_offset, device=device, dtype=torch.int32)
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return lifted.allows(batch, head, row, key, offset)  # type: ignore[arg-type]  # a number as a tensor
+        return lifted_mask.allows(batch, head, row, key, offset)  # type: ignore[arg-type]  # a number as a tensor
 
     return mask_mod
 
@@ -367,11 +390,11 @@ class _Placed(Mask):
         return index if places is None else places[0] + index * places[1]
 
 
-def _lifted(mask: Mask, key_len: int, device: torch.device) -> Mask:
+def lifted(mask: Mask, key_len: int, device: torch.device) -> Mask:
     """``mask`` with every number and table as a tensor of static size."""
 
     def number(value: int) -> Tensor:
-        return torch.tensor(value, device=device)
+        return torch.full((), max(-_UNBOUNDED, min(value, _UNBOUNDED)), device=device, dtype=torch.int32)
 
     def places(selection: slice | Tensor | None) -> Tensor | tuple[Tensor, Tensor] | None:
         if isinstance(selection, slice):
@@ -380,7 +403,7 @@ def _lifted(mask: Mask, key_len: int, device: torch.device) -> Mask:
 
     match mask:
         case And() | Or():
-            return type(mask)(tuple(_lifted(m, key_len, device) for m in mask.masks))
+            return type(mask)(tuple(lifted(m, key_len, device) for m in mask.masks))
         case Window():
             most = _UNBOUNDED if mask.left is None else mask.left * mask.dilation
             least = -_UNBOUNDED if mask.right is None else -mask.right * mask.dilation
@@ -398,9 +421,14 @@ def _lifted(mask: Mask, key_len: int, device: torch.device) -> Mask:
         case Dense():
             return Dense(_static(_without_repeats(mask.allowed)))
         case Taken():
-            return _Placed(_lifted(mask.mask, key_len, device), places(mask.rows), places(mask.keys))
+            return _Placed(lifted(mask.mask, key_len, device), places(mask.rows), places(mask.keys))
         case _:
             return mask
+
+
+def captured(table: Tensor) -> Tensor:
+    """``table`` ``[..., n]`` as a ``mask_mod`` may read it: on a CPU of a size that is compiled in."""
+    return _rounded_up(table) if is_cpu(table.device) else table
 
 
 def _leaves(mask: Mask) -> list[Mask]:
@@ -413,8 +441,8 @@ def _entry(table: Tensor, batch: Tensor, index: Tensor) -> Tensor:
 
 
 def _rounded_up(table: Tensor, fill: int = 0) -> Tensor:
-    """``table`` ``[batch, n]`` with n rounded up to a power of two, so that few sizes are ever compiled."""
-    length = table.shape[1]
+    """``table`` ``[..., n]`` with n rounded up to a power of two, so that few sizes are ever compiled."""
+    length = table.shape[-1]
     room = max(1 << (length - 1).bit_length(), _LEAST_TILE)
     return _static(F.pad(table, (0, room - length), value=fill))
 
@@ -441,5 +469,5 @@ def _widened(tensor: Tensor) -> Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _is_cpu(device: torch.device) -> bool:
+def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"

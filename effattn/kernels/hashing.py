@@ -19,7 +19,7 @@ from .workspace import Workspace
 
 __all__ = ["first_kept", "plan_chunks"]
 
-_PROJECTED = 2**19  # numbers projected at a time
+_PROJECTED, _PROJECTED_ON_GPU = 2**19, 2**23  # numbers projected at a time: what fits a cache, or fills a GPU
 _SAMPLED = 16  # keys for each anchor
 _STEPS = 2  # of k-means
 _MOST_ANCHORS = 64  # in one level, until the second has as many
@@ -186,7 +186,7 @@ def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
     num_hashes = rotations[0].shape[0]
     buckets = torch.zeros(num_hashes, *vectors.shape[:3], dtype=torch.int64, device=vectors.device)
     directions = torch.cat([rotation.mT.flatten(0, 1) for rotation in rotations])
-    rows_at_once = max(1, _PROJECTED // len(directions))
+    rows_at_once = _rows_at_once(directions)
     workspace = Workspace(torch.float32, vectors.device)
     for batch in range(vectors.shape[0]):
         for head in range(vectors.shape[1]):
@@ -202,6 +202,11 @@ def _buckets(vectors: Tensor, rotations: list[Tensor]) -> Tensor:
                     half = len(part) // num_hashes
                     found.mul_(2 * half).add_(_nearest(part.view(num_hashes, half, len(x))))
     return buckets
+
+
+def _rows_at_once(directions: Tensor) -> int:
+    numbers = _PROJECTED if directions.device.type == "cpu" else _PROJECTED_ON_GPU
+    return max(1, numbers // len(directions))
 
 
 def _nearest(projected: Float[Tensor, "rounds directions n"]) -> Tensor:
@@ -298,7 +303,7 @@ def _fill(buckets: Tensor, vectors: Tensor, levels: list[Tensor], workspace: Wor
     num_hashes = len(buckets)
     overlap = torch.bmm(levels[0], levels[1].mT) if len(levels) > 1 else None
     anchors = torch.cat([level.flatten(0, 1) for level in levels])
-    rows_at_once = max(1, _PROJECTED // len(anchors))
+    rows_at_once = _rows_at_once(anchors)
     for x, found in zip(vectors.split(rows_at_once), buckets.split(rows_at_once, dim=1), strict=True):
         x = workspace.convert("x", x)
         projected = torch.mm(anchors, x.mT, out=workspace("projected", len(anchors), len(x)))

@@ -20,8 +20,11 @@ from effattn.bench.measure import measure
 from effattn.bench.memory import measure_memory
 from effattn.bench.study import Cell
 from effattn.kernels import flex_engine
+from effattn.kernels.hashing import plan_chunks
+from effattn.kernels.sorted_chunks import Chunks, chunked_rounds
+from effattn.kernels.sorted_flex import flex_rounds
 from effattn.kernels.tiles import Problem
-from effattn.masks import Causal, Documents, Global, Mask, Padding, Window
+from effattn.masks import Causal, Documents, Everything, Global, Mask, Padding, Window, padding_of
 from effattn.testing import check_backend
 
 DEVICE = "cuda"
@@ -51,6 +54,7 @@ SPECS = [
     "sliding_window(left=4, right=0, dilation=3)",
     "lsh(bucket_size=4)",
     "lsh(bucket_size=4, shared_qk=True, count='per_round')",
+    "lsh(bucket_size=4, hashing='anchors', local=True, sinks=2)",
 ]
 LINEAR = ["chunked", "flex", "sliding_window(left=100, right=0)", "lsh(num_hashes=2)", "sdpa", "xformers"]
 
@@ -137,6 +141,63 @@ def test_more_than_2_to_the_31_elements(spec: str) -> None:
     last = query[-1:, -1:]
     pattern = effattn.pattern(last, last, backend=backend, mask=Causal())
     check_rows(output[-1:, -1:], last, last, last, pattern, torch.tensor([0, 1000, 2047], device=DEVICE))
+
+
+@pytest.mark.parametrize("mask_name", ["none", "causal", "padding", "documents"])
+@pytest.mark.parametrize("shared", [False, True], ids=["separate", "shared"])
+@pytest.mark.parametrize("once", [False, True], ids=["per round", "once"])
+@pytest.mark.parametrize("dtype", flex_engine.DTYPES)
+def test_the_engine_of_sorted_rounds(dtype: torch.dtype, once: bool, shared: bool, mask_name: str) -> None:
+    """Output, log-sum-exp and gradients against the eager tiles in float64, with one plan for both."""
+    length, kv_heads = 1000, 8 if shared else 2
+    masks = {
+        "none": Everything(),
+        "causal": Causal(),
+        "padding": Causal() & Padding.from_lengths(torch.tensor([length, 300], device=DEVICE), length),
+        "documents": Documents((torch.arange(length, device=DEVICE) // 150)[None]),
+    }
+    mask = masks[mask_name]
+    query, key, value = (draw(2, h, length, 80, dtype=dtype, seed=s) for s, h in enumerate((8, kv_heads, kv_heads)))
+    key = nn.functional.normalize(query, dim=-1) if shared else key
+    sizes = {"query_offset": 0, "chunk_size": 48, "num_hashes": 4, "look_back": 1, "look_ahead": 1, "seed": 0}
+    plan = plan_chunks(query, key, padding_of(mask), shared=shared, **sizes)
+    chunks = Chunks(plan, mask, 0.1, 0, exclude_self=shared, once=once)
+    results = []
+    for attend, wide in ((flex_rounds, dtype), (chunked_rounds, torch.float64)):
+        tensors = [t.to(wide).requires_grad_() for t in (query, key, value)]
+        output, lse, *_ = attend(*tensors, chunks)
+        total = output.double().square().sum() + lse.masked_fill(lse == -torch.inf, 0).double().sin().sum()
+        results.append((output, lse, *torch.autograd.grad(total, tensors)))
+    tolerance = {"atol": 2e-3, "rtol": 2e-3} if dtype == torch.float32 else {"atol": 5e-2, "rtol": 5e-2}
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), wanted.double(), **tolerance)
+
+
+def test_sorted_rounds_compile_once_for_all_lengths() -> None:
+    """A graph forward, and one forward and backward, for 1, 2 and 3 to 4 rounds; then none, however many lengths."""
+    compiled = []
+    for length in (1000, 200, 512, 1024, 1537, 2048, 3000, 4096, 5001, 8192, 16_384):
+        query = draw(2, 4, length, 64).requires_grad_()
+        output = effattn.attention(query, query, query, backend="lsh", mask=Causal())
+        assert isinstance(output, Tensor)
+        output.sum().backward()
+        compiled.append(flex_engine.compiled_graphs())
+    assert compiled[-1] == compiled[0]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_sorted_rounds_take_a_few_times_their_inputs(backward: bool) -> None:
+    need_memory(8)
+    query, key, value = (draw(1, 12, 131_072, 64, seed=seed).requires_grad_() for seed in range(3))
+
+    def call() -> object:
+        output = effattn.attention(query, key, value, backend="lsh", mask=Causal())
+        assert isinstance(output, Tensor)
+        return torch.autograd.grad(output.sum(), (query, key, value)) if backward else output
+
+    call()
+    size = sum(t.nbytes for t in (query, key, value))
+    assert measure_memory(call, DEVICE).peak_memory_bytes <= 4 * size
 
 
 @pytest.mark.parametrize("mask_name", ["band", "padding", "documents", "globals"])
