@@ -18,8 +18,8 @@ sweep: $(VENV)/.installed  ## run a study: make sweep STUDY=experiments/length_s
 
 quality: $(VENV)/.installed  ## what backends do to a real model: loss, recall, error by layer and head; ARGS=--quick
 	$(BIN)/effattn evaluate $(QUALITY) --seq-lens 2048 4096 8192 $(ARGS)
-	$(BIN)/effattn evaluate $(QUALITY) --task needle --seq-lens 2048 $(ARGS)
-	$(BIN)/effattn evaluate $(QUALITY) --task recall --seq-lens 2048 $(ARGS)
+	$(BIN)/effattn evaluate $(QUALITY) --task needle --samples 2 --seq-lens 2048 $(ARGS)
+	$(BIN)/effattn evaluate $(QUALITY) --task recall --samples 2 --seq-lens 2048 $(ARGS)
 	$(BIN)/effattn errors experiments/error_study.yaml $(ARGS)
 
 peers: $(VENV)/.peers  ## ours beside what others have published, in one run: make peers ARGS=--quick

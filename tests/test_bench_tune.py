@@ -19,9 +19,9 @@ from effattn.bench import tune as tuner
 from effattn.bench.capture import CaptureSource, load_captured, load_model, read_tokens
 from effattn.bench.errors import sample_rows
 from effattn.bench.machine import Machine
-from effattn.bench.recommend import shortened
 from effattn.bench.tune import EXACT, candidates, load, save, tune
 from effattn.bench.tune_report import draw_all, layers_figure, print_tuning, run, trade_off_figure
+from effattn.bench.words import shortened
 from effattn.cli import main
 
 LENGTH = 200

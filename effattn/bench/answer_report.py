@@ -30,13 +30,12 @@ from effattn.bench.loss_report import (
     cheapest_cells,
     drawn,
     finish,
-    number,
     print_conditions,
     print_failed,
     save_both,
-    spec_table,
 )  # fmt: skip
 from effattn.bench.tasks import wilson
+from effattn.bench.words import number, spec_table
 
 SUMMARY = (
     "task", "model", "text", "layers", "dtype", "device", "machine", "samples", "seed", "seq_len", "backend", "answers",

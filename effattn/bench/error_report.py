@@ -25,7 +25,9 @@ from rich.text import Text
 from scipy.special import stdtrit
 
 import effattn
-from effattn.bench.figures import RC, length_label, log_axis, save_figure, styles
+from effattn.bench.figures import RC, length_label, log_axis, styles
+from effattn.bench.loss_report import save_both
+from effattn.bench.words import broken, number
 
 CONDITIONS = ("model", "dtype", "device", "machine")
 MEANS = ("rel_l2", "rel_l1", "rmse", "cosine", "recall", "oracle_rel_l2", "approximation_rel_l2")
@@ -50,7 +52,6 @@ CAPTIONS = {
 _EXACT = 1e-4  # relative L2 error: below is rounding
 _GREY = "#666666"
 _DASHES = (0, (4, 2))
-_LONG_SPEC = 28  # characters
 
 
 def summary_table(records: pd.DataFrame) -> pd.DataFrame:
@@ -159,12 +160,12 @@ def print_tables(records: pd.DataFrame, console: Console) -> None:
             interval = f"{row['rel_l2_low']:.2f} to {row['rel_l2_high']:.2f}"
             table.add_row(
                 length_label(seq_len) if i == 0 else "",
-                _broken(row["backend"]),
-                _number(row["density"], ".3f"),
+                broken(row["backend"]),
+                number(row["density"], ".3f"),
                 _error(row["rel_l2"]),
                 "" if pd.isna(row["rel_l2_low"]) or row["rel_l2"] < _EXACT else interval,
                 _error(row["oracle_rel_l2"]),
-                _number(row["recall"], ".3f"),
+                number(row["recall"], ".3f"),
                 _error(row["worst_head_rel_l2"]),
                 _gradients([row[name] for name in GRADIENTS]),
             )
@@ -180,18 +181,6 @@ def _gradients(values: Sequence[float]) -> str:
     if all(pd.isna(value) or value < _EXACT for value in values):
         return "" if pd.isna(values[0]) else "exact"
     return " ".join(f"{value:.2f}" for value in values)
-
-
-def _broken(spec: str) -> str:
-    """A long spec on several lines, its parameters indented."""
-    name, bracket, fields = spec.partition("(")
-    if len(spec) <= _LONG_SPEC:
-        return spec
-    return f"{name}{bracket}\n" + textwrap.indent(textwrap.fill(fields, _LONG_SPEC), "  ")
-
-
-def _number(value: float, form: str) -> str:
-    return "" if pd.isna(value) else f"{value:{form}}"
 
 
 def _error(value: float) -> str:
@@ -220,9 +209,7 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
             "error_by_head": _head_figure(longest),
             "error_vs_position": _position_figure(longest),
         }
-        return [
-            save_figure(figure, out / f"{name}.{kind}") for name, figure in figures.items() for kind in ("png", "pdf")
-        ]
+        return [path for name, figure in figures.items() for path in save_both(figure, out / name)]
 
 
 def _density_figure(rows: pd.DataFrame) -> Figure:
@@ -251,7 +238,7 @@ def _density_figure(rows: pd.DataFrame) -> Figure:
     lines = [Line2D([], [], color=style.color, marker=style.marker) for style in look.values()]
     lines.append(Line2D([], [], color=_GREY, linewidth=1, linestyle=_DASHES))
     figure.legend(
-        lines, [*map(_broken, look), "as many keys, the\nlargest weights"], loc="outside right center", fontsize=7
+        lines, [*map(broken, look), "as many keys, the\nlargest weights"], loc="outside right center", fontsize=7
     )
     return figure
 

@@ -3,7 +3,6 @@
 Looks of backends are those of every other figure. A backend that failed at a length has no point there.
 """
 
-import textwrap
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from effattn.bench.figures import RC, Style, length_label, save_figure, styles
+from effattn.bench.words import broken, number, spec_table
 
 BUDGETS = (0.01, 0.05, 0.2)  # of perplexity above full attention's
 SUMMARY = (
@@ -43,7 +41,6 @@ FULL = "the model as loaded"
 GREY = "#666666"
 _LEAST_EXCESS = 1e-4
 _POSITION_BINS = 16
-_LONG_SPEC = 28  # characters
 
 
 def summary_table(records: pd.DataFrame) -> pd.DataFrame:
@@ -170,28 +167,6 @@ def by_length(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
     """Each length, ascending, and its rows."""
     for seq_len in sorted(rows["seq_len"].unique()):
         yield int(seq_len), rows[rows["seq_len"] == seq_len]
-
-
-def spec_table(*headings: str) -> Table:
-    """An empty table; columns of backends stand left, the others right."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for heading in headings:
-        is_spec = heading in ("backend", "fastest", "sparsest")
-        table.add_column(heading, justify="left" if is_spec else "right", no_wrap=True)
-    return table
-
-
-def broken(spec: str) -> str:
-    """A long spec on several lines, its parameters indented."""
-    name, bracket, fields = spec.partition("(")
-    if len(spec) <= _LONG_SPEC:
-        return spec
-    return f"{name}{bracket}\n" + textwrap.indent(textwrap.fill(fields, _LONG_SPEC), "  ")
-
-
-def number(value: float | None, form: str, unit: str = "") -> str:
-    """A number with its unit; nothing where it was not measured."""
-    return "" if value is None or pd.isna(value) else f"{value:{form}}{unit}"
 
 
 # Figures ----------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ input, model or text to another. Where the records hold several of these, each g
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +30,7 @@ from effattn.bench.figures import (
     tidy,
 )
 from effattn.bench.records import Record, read
+from effattn.bench.words import broken
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 Cost = Literal["time", "memory"]
 ModelCost = Literal["attention", "forward"]
 
-_LONG_SPEC = 28  # characters
 TABLE_WIDTH = 60  # of a spec in a table
 _EXACT_SHARE = 0.12  # of a figure's height, where exact backends stand
 BUDGET_COLOR = "#009e73"
@@ -335,26 +333,6 @@ def print_evidence(table: pd.DataFrame, chosen: str | None, console: Console) ->
         marks = "*" if row["front"] else "", broken(row["backend"], TABLE_WIDTH)
         printed.add_row(*marks, *values, "yes" if row["within"] else "no", style=style)
     console.print(printed)
-
-
-def broken(spec: str, width: int = _LONG_SPEC + 8) -> str:
-    """A spec as people read it: runs of numbers shortened, a long one on lines of at most ``width`` characters."""
-    short = shortened(spec)
-    name, bracket, parameters = short.partition("(")
-    if len(short) <= _LONG_SPEC:
-        return short
-    return f"{name}{bracket}\n" + textwrap.indent(textwrap.fill(parameters, width - 2), "  ")
-
-
-def shortened(spec: str) -> str:
-    """A spec with ``(0, 1, ..., 63)`` for tuples of consecutive numbers that are longer than four."""
-
-    def shorten(match: re.Match[str]) -> str:
-        numbers = [int(number) for number in match[0].strip("()").split(", ")]
-        is_run = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 4
-        return f"({numbers[0]}, {numbers[1]}, ..., {numbers[-1]})" if is_run else match[0]
-
-    return re.sub(r"\(\d+(, \d+)+\)", shorten, spec)
 
 
 def pareto_figure(answer: Recommendation) -> Figure:

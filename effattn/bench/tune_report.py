@@ -32,13 +32,12 @@ from effattn.bench.recommend import (
     FLOPS,
     TABLE_WIDTH,
     Measure,
-    broken,
     draw_trade_off,
     print_evidence,
-    shortened,
     weighed,
 )
 from effattn.bench.tune import COSTS, EXACT, Tuning, candidates, label, save, tune
+from effattn.bench.words import broken, shortened
 
 _GREY = "#666666"
 _LEGEND_LINE_INCHES = 0.135
