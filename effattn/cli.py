@@ -155,7 +155,7 @@ def evaluate(
         samples: sequences of each length, for all tasks but the loss.
         seed: of what is drawn: facts, places, words, masked tokens.
         plugins: files or modules that register more backends.
-        quick: the shortest length and few samples, for a glance.
+        quick: the shortest length, 512 tokens at most, and few samples, for a glance.
         retry: measure the cells again that did not end well.
         fresh: measure all cells again.
         out: where results go, to evaluate/MACHINE in it.

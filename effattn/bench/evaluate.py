@@ -69,6 +69,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _LOGITS_BYTES = 32 * 2**20  # a block of them
 _CHECKED_TOKENS = 8
 _QUICK_SAMPLES = 2
+_QUICK_LEN = 512
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def evaluate(
         samples: how many sequences of each length the model reads; the loss is of one.
         seed: of what is drawn: facts, places, words, masked tokens.
         plugins: files or modules that register more backends.
-        quick: the shortest length alone and two samples at most, with a folder of its own, ``evaluate-quick``.
+        quick: the shortest length alone, 512 tokens at most, and two samples at most, with a folder of its own,
+            ``evaluate-quick``.
         out: where the folder ``evaluate/<machine>`` is, or is made.
         machine_label: the machine's name where the derived one does not please.
         retry: measure the cells again that did not end well.
@@ -174,7 +176,7 @@ def evaluate(
         raise ValueError("evaluate: backends must name at least one, got none")
     if not lengths or lengths[0] < 2:
         raise ValueError(f"evaluate: seq_lens must be at least one length, of 2 tokens or more, got {tuple(seq_lens)}")
-    lengths = lengths[:1] if quick else lengths
+    lengths = [min(lengths[0], _QUICK_LEN)] if quick else lengths
     by_layer = [served.label for served in chosen.values() if served.is_by_layer]
     if by_layer and layers is not None:
         raise ValueError(f"evaluate: layers must be None for {', '.join(by_layer)}, which names them, got {layers}")
