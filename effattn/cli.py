@@ -270,6 +270,7 @@ def recommend(
         figure: also draw error against cost with the Pareto front, to this PNG or PDF file (the first answer).
     """
     from effattn.bench import recommend as chooser
+    from effattn.bench.running import terminal
     from effattn.bench.study import pick_device
 
     if max_perplexity_increase is not None and max_error is not None:
@@ -291,7 +292,7 @@ def recommend(
             raise ValueError("recommend: pass, input and mask are of sweeps; max_perplexity_increase goes without them")
         measured = chooser.load_records(records, "evaluate")
         answers = chooser.recommend_for_perplexity(measured, max_increase=max_perplexity_increase, **given)
-    console = _console()
+    console = terminal()
     for answer in answers:
         chooser.print_recommendation(answer, console)
     if figure is not None:
@@ -344,6 +345,7 @@ def tune(
     """
     from effattn.bench import tune_report
     from effattn.bench.capture import CaptureSource
+    from effattn.bench.running import terminal
     from effattn.bench.study import pick_device
     from effattn.bench.workers import load_plugin
 
@@ -353,7 +355,7 @@ def tune(
         specs,
         out=out,
         machine_label=machine_label,
-        console=_console(),
+        console=terminal(),
         max_error=max_error,
         seq_len=seq_len,
         per_layer=per_layer,
@@ -433,12 +435,6 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "list": list_backends,
     "check": check,
 }
-
-
-def _console() -> Console:
-    """On a terminal as wide as that; in a file wide enough for a table."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

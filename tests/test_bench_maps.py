@@ -111,7 +111,7 @@ def test_models_are_drawn_below_each_other(tmp_path, monkeypatch, bert, llama):
             return chr(97 + ids[0] % 26)
 
     bodies = {"a-bert": bert, "a-llama": llama}
-    monkeypatch.setattr(maps, "load_body", lambda name: (bodies[name], Letters()))
+    monkeypatch.setattr(maps, "load", lambda name, head: (bodies[name], Letters()))
     drawn = []
     whole = maps.compare_figure
     monkeypatch.setattr(maps, "compare_figure", lambda rows: drawn.append(rows) or whole(rows))

@@ -16,9 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import effattn
 from effattn import Causal
 from effattn.bench import tune as tuner
-from effattn.bench.capture import CaptureSource, load_captured, load_model, read_tokens
+from effattn.bench.capture import CaptureSource, load_captured
 from effattn.bench.errors import sample_rows
 from effattn.bench.machine import Machine
+from effattn.bench.models import load as load_model
+from effattn.bench.texts import read_tokens
 from effattn.bench.tune import EXACT, candidates, load, save, tune
 from effattn.bench.tune_report import draw_all, layers_figure, print_tuning, run, trade_off_figure
 from effattn.bench.words import shortened
@@ -378,8 +380,8 @@ def test_a_model_is_swapped_with_what_was_saved(search, source, tmp_path, per_la
     assert evidence["max_error"] == 0.6
     assert list(evidence["errors"]) == [0, 1, 2]
 
-    model, tokenizer = load_model(source)
-    tokens = read_tokens(source, tokenizer, LENGTH)
+    model, tokenizer = load_model(source.model)
+    tokens = read_tokens(source.text, tokenizer, LENGTH)
     with torch.inference_mode():
         full = model(tokens).logits
         with effattn.swap(model, found) as report:

@@ -6,8 +6,8 @@ import transformers
 
 import effattn
 import effattn.swap
-from effattn.bench.capture import CaptureSource, read_tokens
 from effattn.bench.memory import allocations, peak_memory
+from effattn.bench.texts import read_tokens
 
 SEQ_LEN = 8192
 SIZES = {
@@ -66,7 +66,7 @@ def test_a_padded_causal_encoder_of_pytorch():
 def test_smollm2_reads_8192_tokens_without_anything_of_n_by_n(smollm2, monkeypatch):
     model, tokenizer, _ = smollm2
     monkeypatch.setitem(model.base_model._modules, "layers", model.base_model.layers[:1])  # all are alike
-    tokens = read_tokens(CaptureSource(), tokenizer, SEQ_LEN)
+    tokens = read_tokens("stdlib", tokenizer, SEQ_LEN)
     keep = torch.ones_like(tokens)
     keep[0, :100] = 0
 

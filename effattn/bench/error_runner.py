@@ -13,20 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 
 import effattn
-from effattn.backend import UnsupportedError
-from effattn.bench import capture
+from effattn.bench import capture, models, running
 from effattn.bench.capture import CaptureSource, LayerInputs
 from effattn.bench.error_study import Cell, ErrorStudy
 from effattn.bench.head_errors import FullRows
 from effattn.bench.machine import Machine
-from effattn.bench.records import Record, RecordWriter, read
+from effattn.bench.records import RecordWriter, read
 from effattn.bench.settings import read_fields
 from effattn.bench.study import pick_device
 from effattn.bench.workers import load_plugin
@@ -52,9 +52,9 @@ def run(
     Raises:
         ValueError: for a study that cannot be run here, a text that is too short, lengths beyond the model's
             positions, a model that cannot be captured; or if another run is writing to the same folder.
-        ModuleNotFoundError, OSError: as ``capture.load_model``.
+        ModuleNotFoundError, OSError: as ``models.load``.
     """
-    console = console or _console()
+    console = console or running.terminal()
     study = resolve(study)
     machine = Machine.this(study.device, machine_label)
     folder = out / study.name / machine.machine
@@ -63,15 +63,7 @@ def run(
         study.save(folder / "study.yaml")
         cells = study.cells()
         known = read(writer.path)
-        todo = [
-            cell
-            for cell in cells
-            if fresh or cell.key not in known or (retry and known[cell.key].get("status") != "ok")
-        ]
-        if len(todo) < len(cells):
-            count = len(cells) - len(todo)
-            console.print(f"{count} cells have been measured before; --fresh measures them again", highlight=False)
-        if todo:
+        if todo := running.unmeasured(cells, known, machine, console, retry=retry, fresh=fresh):
             _measure(todo, study, machine, writer, console)
     return draw(folder, console)
 
@@ -85,7 +77,7 @@ def resolve(study: ErrorStudy) -> ErrorStudy:
     for plugin in study.plugins:
         load_plugin(plugin)
     specs = [name for spec in study.backends for name in (effattn.names() if spec == "all" else (spec,))]
-    depth = capture.num_layers(study.model)
+    depth = models.depth(models.config(study.model))
     layers = tuple(range(depth)) if study.layers is None else study.layers
     return study.replace(
         backends=[str(effattn.get(spec)) for spec in specs],
@@ -110,7 +102,7 @@ def draw(folder: Path, console: Console | None = None) -> Path:
 
     from effattn.bench import error_report
 
-    console = console or _console()
+    console = console or running.terminal()
     if not is_one(folder):
         raise ValueError(f"errors: {folder} must hold the study.yaml and records.jsonl of an error study")
     known = read(folder / "records.jsonl")
@@ -128,10 +120,9 @@ def _measure(
 ) -> None:
     """Let the model read each text that has cells left, and measure them as their layers come by."""
     console.print(f"Loading {study.model}", highlight=False)
-    loaded = capture.load_model(CaptureSource(study.model))
+    loaded = models.load(study.model)
     backends = {cell.backend: effattn.get(cell.backend) for cell in cells}
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with running.progress_bar(console, MofNCompleteColumn()) as progress:
         task = progress.add_task("", total=len(cells))
         for text in dict.fromkeys(cell.text for cell in cells):
             of_text = [cell for cell in cells if cell.text == text]
@@ -145,7 +136,7 @@ def _measure(
                     prefix = inputs.prefix(seq_len, dtype=getattr(torch, first.dtype), device=first.device)
                     full = FullRows.of(prefix, first.error_rows, seed=first.seed, gradients=first.gradients)
                     for cell in measured:
-                        outcome = _outcome(full, backends[cell.backend])
+                        outcome = running.outcome(partial(full.errors_of, backends[cell.backend]))
                         writer.append({**cell.identity, **outcome, **machine.record, "started_at": started_at})
                         progress.advance(task)
 
@@ -154,19 +145,3 @@ def _measure(
             capture.stream(CaptureSource(study.model, text), longest, visit, layers=layers, loaded=loaded)
             lengths = ", ".join(map(str, sorted({cell.seq_len for cell in of_text})))
             progress.console.print(f"{text}: {len(layers)} layers at {lengths} tokens", highlight=False)
-
-
-def _outcome(full: FullRows, backend: effattn.Backend) -> Record:
-    try:
-        return {"status": "ok", "reason": None, **full.errors_of(backend)}
-    except UnsupportedError as error:
-        return {"status": "unsupported", "reason": "; ".join(error.reasons)}
-    except torch.OutOfMemoryError as error:
-        return {"status": "out_of_memory", "reason": str(error)}
-    except ArithmeticError as error:
-        return {"status": "error", "reason": str(error)}
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=120)

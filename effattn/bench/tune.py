@@ -32,8 +32,8 @@ import effattn
 from effattn import cost as costs
 from effattn import reference
 from effattn.backend import UnsupportedError
-from effattn.bench import errors, memory, timing
-from effattn.bench.capture import CaptureSource, LayerInputs, load_captured, load_model, stream
+from effattn.bench import errors, memory, models, timing
+from effattn.bench.capture import CaptureSource, LayerInputs, load_captured, stream
 from effattn.bench.machine import Machine
 from effattn.bench.recommend import DENSITY, ERROR, FLOPS, TIME, Measure, weighed
 from effattn.masks import Causal
@@ -185,7 +185,7 @@ def tune(
     Raises:
         ValueError: for an argument out of range, a backend without a space, a field or value that a backend does not
             have; and as ``capture.stream``.
-        ModuleNotFoundError, OSError: as ``capture.load_model``.
+        ModuleNotFoundError, OSError: as ``models.load``.
     """
     if not max_error >= 0:
         raise ValueError(f"tune: max_error must be >= 0, got {max_error}")
@@ -368,8 +368,8 @@ def _visit(
 ) -> list[int]:
     """Show every layer to ``found``: all of them as the model reads, a choice from the cache of captures."""
     if source.layers is None and per_layer:
-        loaded = load_model(source)
-        total = loaded[0].config.get_text_config().num_hidden_layers
+        loaded = models.load(source.model)
+        total = models.depth(loaded[0].config)
 
         def visit(inputs: LayerInputs) -> None:
             found.visit(inputs, keep=inputs.layer == total // 2)
@@ -457,8 +457,8 @@ def save(tuning: Tuning, path: Path, machine: Machine) -> None:
     chosen = tuning.backends if tuning.per_layer else dict.fromkeys(tuning.layers, tuning.backend or EXACT)
     price = COSTS[tuning.cost]
     evidence = {
-        "model": label(tuning.source.model),
-        "text": label(tuning.source.text),
+        "model": models.label(tuning.source.model),
+        "text": models.label(tuning.source.text),
         "seq_len": tuning.seq_len,
         "dtype": tuning.dtype,
         "device": tuning.device,
@@ -507,8 +507,3 @@ def load(path: str | Path) -> str | dict[int, str]:
 def _digits(value: float) -> float | None:
     """Six digits, which is more than was measured."""
     return None if pd.isna(value) else float(f"{value:.6g}")
-
-
-def label(name: str) -> str:
-    """A file's or folder's own name, the same on every machine; what else there is are names already."""
-    return Path(name).name if Path(name).exists() else name

@@ -25,6 +25,7 @@ import effattn
 from effattn.bench.capture import CaptureSource
 from effattn.bench.figures import RC, backend_name, save_figure, styles
 from effattn.bench.machine import Machine
+from effattn.bench.models import label
 from effattn.bench.recommend import (
     BUDGET_COLOR,
     DENSITY,
@@ -36,7 +37,7 @@ from effattn.bench.recommend import (
     print_evidence,
     weighed,
 )
-from effattn.bench.tune import COSTS, EXACT, Tuning, candidates, label, save, tune
+from effattn.bench.tune import COSTS, EXACT, Tuning, candidates, save, tune
 from effattn.bench.words import broken, shortened
 
 _GREY = "#666666"

