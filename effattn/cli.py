@@ -91,7 +91,7 @@ def errors(
     Args:
         study: the study's YAML file, such as experiments/error_study.yaml.
         fields: fields of the study, instead of what the file says.
-        quick: the shortest length, a few layers and few rows, for a glance.
+        quick: the shortest length, 1024 tokens at most, a few layers and few rows, for a glance.
         retry: measure the cells again that did not end well.
         fresh: measure all cells again.
         out: where results go, to STUDY/MACHINE in it.

@@ -106,6 +106,7 @@ def test_quick_is_short_and_has_a_folder_of_its_own(fields):
     assert quick.name == "tiny-quick"
     assert quick.seq_lens == (64,)
     assert quick.layers == (0, 1, 2)  # the telling ones of three
+    assert ErrorStudy.parse({**fields, "seq_lens": [8192, 2048]}).quickened().seq_lens == (1024,)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_quick_is_short_and_has_a_folder_of_its_own(fields):
         ({"seq_lens": [0]}, "study: seq_lens must be greater than 0, got 0"),
         ({"error_rows": 2}, "study: error_rows must be greater than or equal to 3, got 2"),
         ({"seq_len": [64]}, "study: unknown field 'seq_len'; did you mean 'seq_lens'"),
+        ({"device": "gpu"}, "study: device must be 'auto', 'cpu' or 'cuda', got 'gpu'"),
         ({"layers": [3]}, "layers must be below 3, the depth of"),
         ({"backends": ["ful"]}, "unknown name 'ful'"),
         ({"seq_lens": [641]}, "seq_len must be at most 640"),

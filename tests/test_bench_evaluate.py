@@ -110,6 +110,17 @@ def test_every_number_is_what_the_whole_logits_say(run, llama, text):
     assert record["loss_by_position"] == pytest.approx(blocks, rel=1e-5)
 
 
+def test_the_divergence_of_a_long_text_is_that_at_some_of_its_tokens(run, llama, text, monkeypatch):
+    monkeypatch.setattr("effattn.bench.evaluate._KL_TARGETS", 20)
+    (record,) = run([WINDOW])[0].values()
+    loaded = reader(llama, text, 100)
+    rows = torch.arange(20) * 99 // 20
+    got, want = (logits_of(loaded.model, loaded.tokens, name)[rows].log_softmax(-1) for name in (WINDOW, "full"))
+    assert record["kl_nats"] == pytest.approx(
+        float(F.kl_div(got, want, log_target=True, reduction="batchmean")), rel=1e-4
+    )
+
+
 def test_density_is_that_of_the_window(run):
     records, _, _ = run([WINDOW, "sdpa"], seq_lens=(60,))
     pairs = sum(min(i + 1, 8) for i in range(60))
@@ -405,7 +416,7 @@ def argparse_reader(smollm2):
 
 def read_with(loaded, spec, seq_len):
     samples = loaded.samples(seq_len)
-    return loaded.read(Served.parse(spec), samples, [loaded.outputs(sample) for sample in samples])
+    return loaded.read(Served.parse(spec), samples, [loaded.say(sample) for sample in samples])
 
 
 def test_loading_a_real_model_shows_no_progress_bar(smollm2):
@@ -425,7 +436,7 @@ def test_smollm2_on_argparse_loses_most_to_narrow_windows(argparse_reader):
     """At 2048 tokens, and as known from elsewhere for this model and text."""
     loaded = argparse_reader
     samples = loaded.samples(2048)
-    full = [loaded.outputs(sample) for sample in samples]
+    full = [loaded.say(sample) for sample in samples]
     for window, perplexity in {63: 46.5, 255: 14.9, 1023: 10.6}.items():
         record = loaded.read(Served.parse(f"sliding_window(left={window}, right=0)"), samples, full)
         assert record["full_perplexity"] == pytest.approx(7.45, rel=0.02)

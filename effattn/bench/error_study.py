@@ -20,8 +20,10 @@ from effattn.bench import capture, models
 from effattn.bench.capture import CaptureSource
 from effattn.bench.records import Record
 from effattn.bench.settings import Settings, read_fields
-from effattn.bench.study import Count, Dtype
+from effattn.bench.study import Count, Device, Dtype
 from effattn.bench.texts import TEXTS
+
+_QUICK_LEN = 1024
 
 
 class ErrorStudy(Settings):
@@ -37,7 +39,7 @@ class ErrorStudy(Settings):
     seq_lens: tuple[Count, ...] = Field(min_length=1, description="lengths in tokens")
     layers: tuple[int, ...] | None = Field(None, description="which layers; None = all")
     dtype: Dtype = Field("float32", description="of query, key and value; the model computes in float32")
-    device: str = Field("auto", description="where backends run: auto = CUDA where there is one, cpu or cuda")
+    device: Device = Field("auto", description="where backends run: auto = CUDA where there is one")
     error_rows: int = Field(256, ge=3, description="query rows of each layer on which errors are computed exactly")
     grad_max_len: int = Field(2048, ge=0, description="no gradient errors above this length")
     seed: int = Field(0, ge=0, description="of sampled rows and gradients")
@@ -58,13 +60,13 @@ class ErrorStudy(Settings):
         return (study.quickened() if quick else study).replace(**(overrides or {}))
 
     def quickened(self) -> ErrorStudy:
-        """The shortest length, the most telling layers and few rows: a glance, with a folder of its own."""
+        """The shortest length, 1024 at most, the most telling layers and few rows: a glance, with its own folder."""
         layers = self.layers
         if layers is None:
             layers = capture.choose_layers(CaptureSource(self.model), models.depth(models.config(self.model)))
         return self.replace(
             name=f"{self.name}-quick",
-            seq_lens=[min(self.seq_lens)],
+            seq_lens=[min(*self.seq_lens, _QUICK_LEN)],
             layers=sorted(layers),
             error_rows=min(self.error_rows, 128),
         )

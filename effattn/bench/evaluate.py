@@ -23,7 +23,7 @@ and the machine:
   loss_nats (of a token of them); the same of the model as loaded, with full_ before; excess_loss_nats; and by distance,
   in octaves that begin at distance_bins (tokens), answers_by_distance, correct_by_distance and the like;
 * agreement (how often the most likely token is the same) and kl_nats (the Kullback-Leibler divergence of its
-  distribution from the loaded model's, mean over tokens);
+  distribution from the loaded model's, mean over tokens: all, or 1024 of a sample, spread evenly);
 * density (attended pairs of those that the model's mask allows, over all swapped layers, from sampled rows);
 * forward_ms (one pass through the body of the model, without the output embedding; of an encoder with its head) and
   attention_ms (what of that the swapped attention took), means over samples; one untimed call of attention comes
@@ -65,7 +65,8 @@ if TYPE_CHECKING:
 BACKENDS = ("sdpa", "sliding_window", "sliding_window(global_tokens=(0, 1, 2, 3))", "lsh")
 DTYPES = ("float32", "bfloat16", "float16")
 
-_LOGITS_BYTES = 32 * 2**20  # a block of them
+_LOGITS_BYTES = 64 * 2**20  # a block of them
+_KL_TARGETS = 1024  # of a sample
 _CHECKED_TOKENS = 8
 _QUICK_SAMPLES = 2
 _QUICK_LEN = 512
@@ -198,6 +199,17 @@ def evaluate(
 
 
 @dataclass(frozen=True)
+class Said:
+    """What a model makes of a sample: its outputs at the positions that count, and of every target there the loss in
+    nats and the most likely token instead."""
+
+    states: Float[Tensor, "targets features"]
+    loss: Float[Tensor, " targets"]  # in float64 on the CPU
+    best: Int[Tensor, " targets"]
+    seconds: float  # of the model, without what comes after its outputs
+
+
+@dataclass(frozen=True)
 class Reader:
     """A language model in evaluation mode and what it is asked, ready to be swapped and scored."""
 
@@ -280,48 +292,66 @@ class Reader:
         return self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0, sample.positions]
 
     @torch.inference_mode()
-    def read(self, served: Served, samples: Sequence[Sample], full: Sequence[Tensor]) -> Record:
-        """The measured fields of a record, where ``full`` is what ``outputs`` gives without a swap.
+    def say(self, sample: Sample) -> Said:
+        """What the model, as it is now, makes of a sample."""
+        start = synchronized_clock()
+        states = self.outputs(sample)
+        seconds = synchronized_clock() - start
+        losses, best = [], []
+        targets = sample.targets.to(states.device).split(self._block)
+        for part, target in zip(states.split(self._block), targets, strict=True):
+            logits = self._logits(part)
+            losses.append(torch.nn.functional.cross_entropy(logits, target, reduction="none"))
+            best.append(logits.argmax(-1))
+        return Said(states, torch.cat(losses).double().cpu(), torch.cat(best).cpu(), seconds)
+
+    @torch.inference_mode()
+    def read(self, served: Served, samples: Sequence[Sample], full: Sequence[Said]) -> Record:
+        """The measured fields of a record, where ``full`` is what the model says without a swap.
 
         Raises:
             UnsupportedError: if a backend cannot serve a layer.
             ArithmeticError: if the loss is not finite.
         """
-        watch, body_s = Watch(), 0.0
-        parts = []
+        watch = Watch()
         with swap(self.model, served.observed(watch), layers=self.layers):
-            for sample, theirs in zip(samples, full, strict=True):
-                start = synchronized_clock()
-                ours = self.outputs(sample)
-                body_s += synchronized_clock() - start
-                parts.append(self._score(ours, theirs, sample.targets))
-        names = Scores.__dataclass_fields__
-        scores = Scores(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+            said = [self.say(sample) for sample in samples]
+        scores = self._scores(samples, said, full)
         return self.task.summarize(samples, scores, self.tokenizer) | {
             "density": watch.density,
-            "forward_ms": 1e3 * (body_s - watch.extra_s) / len(samples),
+            "forward_ms": 1e3 * (sum(each.seconds for each in said) - watch.extra_s) / len(samples),
             "attention_ms": 1e3 * watch.attention_s / len(samples),
             "impl": watch.impl,
         }
 
-    def _score(self, ours: Tensor, theirs: Tensor, targets: Tensor) -> Scores:
-        """The targets of a sample, a block at a time: the logits are large."""
-        head = torch.nn.Identity() if self.task.is_masked else self.model.get_output_embeddings()
-        block = max(_LOGITS_BYTES // (4 * self.model.config.get_text_config().vocab_size), 1)
+    def _scores(self, samples: Sequence[Sample], said: Sequence[Said], full: Sequence[Said]) -> Scores:
+        loss, full_loss = (torch.cat([each.loss for each in of]) for of in (said, full))
+        best, full_best = (torch.cat([each.best for each in of]) for of in (said, full))
+        targets = torch.cat([sample.targets for sample in samples])
+        if not loss.isfinite().all():
+            broken = int((~loss.isfinite()).sum())
+            raise ArithmeticError(f"the loss of {broken} of {len(loss)} tokens is NaN or infinite")
+        kl = torch.cat([self._kl(ours.states, theirs.states) for ours, theirs in zip(said, full, strict=True)])
+        right, full_right, same = best == targets, full_best == targets, best == full_best
+        return Scores(loss, full_loss, right.double(), full_right.double(), same.double(), kl)
+
+    def _kl(self, ours: Tensor, theirs: Tensor) -> Float[Tensor, " rows"]:
+        """The divergence from ``theirs``, of a long sample at some positions, spread evenly: logits take long."""
+        count = min(len(ours), _KL_TARGETS)
+        rows = torch.arange(count, device=ours.device) * len(ours) // count
         parts = []
-        for states, full_states, target in zip(
-            ours.split(block), theirs.split(block), targets.to(ours.device).split(block), strict=True
-        ):
-            got, want = (head(each).float().log_softmax(-1) for each in (states, full_states))
-            best, full_best = got.argmax(-1), want.argmax(-1)
-            loss, full_loss = (-each.gather(-1, target[:, None])[:, 0] for each in (got, want))
-            kl = (want.exp() * (want - got)).sum(-1)
-            parts.append((loss, full_loss, best == target, full_best == target, best == full_best, kl))
-        scores = Scores(*(torch.cat(of).double().cpu() for of in zip(*parts, strict=True)))
-        if not scores.loss.isfinite().all():
-            broken = int((~scores.loss.isfinite()).sum())
-            raise ArithmeticError(f"the loss of {broken} of {len(scores.loss)} tokens is NaN or infinite")
-        return scores
+        for index in rows.split(self._block):
+            got, want = (self._logits(states[index]).log_softmax(-1) for states in (ours, theirs))
+            parts.append((want.exp() * (want - got)).sum(-1).double().cpu())
+        return torch.cat(parts)
+
+    def _logits(self, states: Tensor) -> Float[Tensor, "targets vocabulary"]:
+        return (states if self.task.is_masked else self.model.get_output_embeddings()(states)).float()
+
+    @property
+    def _block(self) -> int:
+        """How many targets at a time: their logits are large."""
+        return max(_LOGITS_BYTES // (4 * self.model.config.get_text_config().vocab_size), 1)
 
     def _tokens_sha256(self, seq_len: int) -> str:
         if self.task.name == "loss":
@@ -404,13 +434,13 @@ class _Asked:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self._of_length: dict[int, tuple[list[Sample], list[Tensor]]] = {}
+        self._of_length: dict[int, tuple[list[Sample], list[Said]]] = {}
 
     def read(self, served: Served, seq_len: int) -> Record:
         if seq_len not in self._of_length:
             self._of_length.clear()
             samples = self.reader.samples(seq_len)
-            self._of_length[seq_len] = samples, [self.reader.outputs(sample) for sample in samples]
+            self._of_length[seq_len] = samples, [self.reader.say(sample) for sample in samples]
         return self.reader.read(served, *self._of_length[seq_len])
 
 

@@ -27,6 +27,7 @@ from effattn.bench.texts import TEXTS
 
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 Pass = Literal["forward", "forward_backward", "decode"]
 
@@ -116,7 +117,7 @@ class Study(Settings):
     )
     head_dim: Count | None = Field(None, description="None = that of the captured model")
     dtypes: tuple[Dtype, ...] = Field(("float32",), min_length=1, description="of query, key and value")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = CUDA where there is one")
+    device: Device = Field("auto", description="auto = CUDA where there is one")
     masks: tuple[str, ...] = Field(
         ("causal",),
         min_length=1,

@@ -73,7 +73,7 @@ class Scores:
     right: Float[Tensor, " targets"]
     full_right: Float[Tensor, " targets"]
     same: Float[Tensor, " targets"]
-    kl: Float[Tensor, " targets"]
+    kl: Float[Tensor, " some_targets"]
 
 
 @dataclass(frozen=True)
