@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STUDY ?= $(if $(wildcard /dev/nvidia0),experiments/length_sweep_cuda.yaml,experiments/length_sweep.yaml)
-QUALITY ?= sdpa sliding_window "sliding_window(global_tokens=(0, 1, 2, 3))" lsh \
+QUALITY ?= sdpa sliding_window "sliding_window(global_tokens=(0, 1, 2, 3))" \
+	"sliding_window(left=1024, global_tokens=(0, 1, 2, 3))" lsh \
 	"lsh(num_hashes=3, hashing='anchors', local=True, sinks=4)"
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check

@@ -36,6 +36,7 @@ __all__ = [
     "register",
 ]
 
+_MOST_NUMBERS = 2**24  # of a range in a spec
 ENTRY_POINTS = "effattn.backends"
 
 ALL_MASKS = (Causal, Window, Padding, Global, Documents, Dense, Or)
@@ -268,7 +269,7 @@ class Backend:
             for f in dataclasses.fields(self)  # type: ignore[arg-type]
             if getattr(self, f.name) != f.default
         }
-        return self.name + (f"({', '.join(f'{k}={v!r}' for k, v in changed.items())})" if changed else "")
+        return self.name + (f"({', '.join(f'{k}={literal(v)}' for k, v in changed.items())})" if changed else "")
 
     def _require(self, fits: bool, field: str, allowed: str) -> None:
         """For ``__post_init__``: refuse a field's value with the one message form."""
@@ -437,13 +438,33 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
         if keyword.arg in fields:
             raise ValueError(f"{tree.func.id}: {keyword.arg} must be given once, got {spec!r}")
         try:
-            fields[keyword.arg] = ast.literal_eval(keyword.value)
+            fields[keyword.arg] = _value(keyword.value)
         except (ValueError, TypeError):
             raise ValueError(
-                f"{tree.func.id}: {keyword.arg} must be a literal such as 8, 'auto' or None, "
+                f"{tree.func.id}: {keyword.arg} must be a literal such as 8, 'auto', None or range(64), "
                 f"got {ast.unparse(keyword.value)!r}"
             ) from None
     return tree.func.id, fields
+
+
+def literal(value: Any) -> str:
+    """A field's value as a spec string has it: its repr, but ``range(64)`` for more than four consecutive numbers."""
+    is_run = (
+        isinstance(value, tuple)
+        and len(value) > 4
+        and all(type(each) is int for each in value)
+        and value == tuple(range(value[0], value[-1] + 1))
+    )
+    return repr(value) if not is_run else f"range({f'{value[0]}, ' if value[0] else ''}{value[-1] + 1})"
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range" and not node.keywords:
+        numbers = range(*map(ast.literal_eval, node.args))
+        if len(numbers) > _MOST_NUMBERS:
+            raise ValueError("a tuple of that length would take all memory")
+        return tuple(numbers)
+    return ast.literal_eval(node)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from effattn.bench.error_study import ErrorStudy
 from effattn.bench.settings import Settings
-from effattn.bench.study import Study
+from effattn.bench.study import Device, Study
 
 
 def _options(settings: type[Settings]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def evaluate(
     seq_lens: tuple[int, ...] = (512, 1024, 2048),
     layers: tuple[int, ...] | None = None,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
     samples: int = 4,
     seed: int = 0,
     plugins: tuple[str, ...] = (),
@@ -242,7 +242,7 @@ def recommend(
     seq_len: int,
     max_error: float | None = None,
     max_perplexity_increase: float | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
     records: tuple[Path, ...] = (Path("results"),),
     cost: Literal["time", "memory", "attention", "forward"] | None = None,
     dtype: str | None = None,
@@ -315,7 +315,7 @@ def tune(
     cost: Literal["time", "flops"] = "time",
     rounds: int = 7,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
     plugins: tuple[str, ...] = (),
     out: Path | None = None,
     machine_label: str | None = None,

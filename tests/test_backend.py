@@ -93,6 +93,22 @@ def test_str_is_the_shortest_spec(spec):
         made.seed = 3
 
 
+def test_a_long_run_of_numbers_is_a_range():
+    window = effattn.get("sliding_window")
+    for tokens, written in {
+        tuple(range(64)): "range(64)",
+        tuple(range(3, 8)): "range(3, 8)",
+        (0, 1, 2, 3): "(0, 1, 2, 3)",
+        (0, 1, 2, 3, 5): "(0, 1, 2, 3, 5)",
+    }.items():
+        made = dataclasses.replace(window, global_tokens=tokens)
+        assert str(made) == f"sliding_window(global_tokens={written})"
+        assert effattn.get(str(made)) == made
+    assert effattn.get("sliding_window", global_tokens=range(64)) == effattn.get(
+        "sliding_window(global_tokens=range(64))"
+    )
+
+
 def test_str_leaves_defaults_out():
     assert str(effattn.get("lsh(num_hashes=4, seed=3)")) == "lsh(seed=3)"
 
@@ -108,7 +124,14 @@ def test_str_leaves_defaults_out():
         ("lsh(num_hashes=2.0)", "lsh: num_hashes must be an integer >= 1, got 2.0"),
         ("lsh(num_hashes=True)", "lsh: num_hashes must be an integer >= 1, got True"),
         ("lsh(seed=-1)", "lsh: seed must be an integer >= 0 or None, got -1"),
-        ("lsh(num_hashes=many)", "lsh: num_hashes must be a literal such as 8, 'auto' or None, got 'many'"),
+        (
+            "lsh(num_hashes=many)",
+            r"lsh: num_hashes must be a literal such as 8, 'auto', None or range\(64\), got 'many'",
+        ),
+        ("lsh(num_hashes=range(10**12))", r"lsh: num_hashes must be a literal .*, got 'range\(10 \*\* 12\)'"),
+        ("lsh(num_hashes=range(1000000000000))", "lsh: num_hashes must be a literal"),
+        ("lsh(num_hashes=range(1, 2, 0))", "lsh: num_hashes must be a literal"),
+        ("lsh(num_hashes=range('a'))", "lsh: num_hashes must be a literal"),
         ("lsh(num_hashes={[]: 1})", "lsh: num_hashes must be a literal such as 8"),
         ("lsh(seed=1, seed=2)", "lsh: seed must be given once"),
         ("lsh(8)", r"backend: a spec looks like .*, got 'lsh\(8\)'"),

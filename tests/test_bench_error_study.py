@@ -101,6 +101,19 @@ def test_a_backend_that_cannot_is_a_row_with_its_reason(run):
     assert not list((folder / "figures").iterdir())  # nothing but an exact backend was measured
 
 
+@pytest.mark.parametrize(("grad_layers", "layers"), [("all", {0, 1, 2}), ("telling", {0, 1, 2}), ([2, 0], {0, 2})])
+def test_layers_with_gradients(run, grad_layers, layers):
+    records, printed, _ = run(seq_lens=[64], backends=["sliding_window(left=8)"], grad_layers=grad_layers)
+    assert len(records) == 6
+    assert {record["layer"] for record in records if "grad_key_rel_l2" in record} == layers
+    assert "gradients" in printed
+
+
+def test_telling_layers_follow_the_depth(fields, monkeypatch):
+    monkeypatch.setattr(error_runner.models, "depth", lambda config: 30)
+    assert error_runner.resolve(ErrorStudy.parse({**fields, "grad_layers": "telling"})).grad_layers == (15, 1, 7, 25)
+
+
 def test_quick_is_short_and_has_a_folder_of_its_own(fields):
     quick = ErrorStudy.parse(fields).quickened()
     assert quick.name == "tiny-quick"
@@ -116,6 +129,8 @@ def test_quick_is_short_and_has_a_folder_of_its_own(fields):
         ({"error_rows": 2}, "study: error_rows must be greater than or equal to 3, got 2"),
         ({"seq_len": [64]}, "study: unknown field 'seq_len'; did you mean 'seq_lens'"),
         ({"device": "gpu"}, "study: device must be 'auto', 'cpu' or 'cuda', got 'gpu'"),
+        ({"grad_layers": "some"}, "study: grad_layers must be 'all' or 'telling'"),
+        ({"grad_layers": [3]}, "layers must be below 3, the depth of"),
         ({"layers": [3]}, "layers must be below 3, the depth of"),
         ({"backends": ["ful"]}, "unknown name 'ful'"),
         ({"seq_lens": [641]}, "seq_len must be at most 640"),

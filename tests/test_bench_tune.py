@@ -23,7 +23,6 @@ from effattn.bench.models import load as load_model
 from effattn.bench.texts import read_tokens
 from effattn.bench.tune import EXACT, candidates, load, save, tune
 from effattn.bench.tune_report import draw_all, layers_figure, print_tuning, run, trade_off_figure
-from effattn.bench.words import shortened
 from effattn.cli import main
 
 LENGTH = 200
@@ -429,14 +428,6 @@ def test_the_choice_and_its_saving_are_said(search):
     tuning = search(0.6, per_layer=True)
     total = sum(map(tuning.cost_of, tuning.backends.values())) / (3 * tuning.cost_of(EXACT))
     assert f"{total:.2f} of sdpa's" in printed(tuning)
-
-
-def test_long_tuples_of_positions_are_shortened():
-    assert shortened(f"sliding_window(left=3, global_tokens={tuple(range(64))})") == (
-        "sliding_window(left=3, global_tokens=(0, 1, ..., 63))"
-    )
-    for spec in ("sliding_window(global_tokens=(0, 1, 2, 3))", "sliding_window(global_tokens=(0, 2, 4, 6, 8))", "lsh"):
-        assert shortened(spec) == spec
 
 
 def test_the_figures_show_every_candidate_and_every_layer(search, tmp_path):

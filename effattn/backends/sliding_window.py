@@ -48,6 +48,7 @@ class SlidingWindow(Backend):
         tokens: Any = self.global_tokens
         if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool:
             tokens = [row.nonzero()[:, 0].tolist() for row in tokens]
+        tokens = tuple(tokens) if isinstance(tokens, range) else tokens
         is_sequence = isinstance(tokens, tuple | list)
         self._require(
             is_sequence, "global_tokens", "positions, one tuple of them a batch row, or bool [batch, key_len]"

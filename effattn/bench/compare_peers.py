@@ -17,7 +17,6 @@ holds. Results go to ``OUT/<name>/<machine>/``: ``records.jsonl`` (every time of
 """
 
 import importlib.metadata
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,8 @@ from effattn.bench.machine import Machine
 from effattn.bench.measure import refusals
 from effattn.bench.records import RecordWriter
 from effattn.bench.rounds import Result, agree, run_rounds
-from effattn.bench.study import Cell, Dtype, Pass, pick_device
+from effattn.bench.running import terminal
+from effattn.bench.study import Cell, Device, Dtype, Pass, pick_device
 from effattn.bench.workers import load_plugin
 
 RUN_PACKAGES = (
@@ -99,7 +99,7 @@ class Comparison(_Strict):
     head_dim: int
     input: str
     mask: str = "none"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     seed: int = 0
     rounds: int = Field(5, ge=5)
     rows: int = Field(16, gt=0, description="query rows on which outputs are compared")
@@ -359,7 +359,7 @@ def compare(
     console: Console | None = None,
 ) -> Path:
     """Run all races, print the table, write the results, and return their folder; what was there is replaced."""
-    console = console or Console(width=None if sys.stdout.isatty() else 140)
+    console = console or terminal()
     for plugin in comparison.plugins:
         load_plugin(plugin)
     machine = Machine.this(pick_device(comparison.device), machine_label)

@@ -79,9 +79,13 @@ def resolve(study: ErrorStudy) -> ErrorStudy:
     specs = [name for spec in study.backends for name in (effattn.names() if spec == "all" else (spec,))]
     depth = models.depth(models.config(study.model))
     layers = tuple(range(depth)) if study.layers is None else study.layers
+    grad_layers: tuple[int, ...] | None = layers
+    if study.grad_layers != "all":
+        grad_layers = None if study.grad_layers == "telling" else study.grad_layers
     return study.replace(
         backends=[str(effattn.get(spec)) for spec in specs],
         layers=capture.choose_layers(CaptureSource(study.model, layers=layers), depth),
+        grad_layers=capture.choose_layers(CaptureSource(study.model, layers=grad_layers), depth),
         device=pick_device(study.device),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -41,6 +41,9 @@ class ErrorStudy(Settings):
     dtype: Dtype = Field("float32", description="of query, key and value; the model computes in float32")
     device: Device = Field("auto", description="where backends run: auto = CUDA where there is one")
     error_rows: int = Field(256, ge=3, description="query rows of each layer on which errors are computed exactly")
+    grad_layers: Literal["all", "telling"] | tuple[int, ...] = Field(
+        "all", description="whose gradients are measured, which takes longest; telling = a choice by depth"
+    )
     grad_max_len: int = Field(2048, ge=0, description="no gradient errors above this length")
     seed: int = Field(0, ge=0, description="of sampled rows and gradients")
 
@@ -74,6 +77,7 @@ class ErrorStudy(Settings):
     def cells(self) -> list[Cell]:
         """All cells of a study as ``error_runner.resolve`` gives it: by text, length, layer, then backend."""
         assert self.layers is not None, "the study is not resolved"
+        assert not isinstance(self.grad_layers, str), "the study is not resolved"
         return [
             Cell(
                 model=self.model,
@@ -84,7 +88,7 @@ class ErrorStudy(Settings):
                 dtype=self.dtype,
                 device=self.device,
                 error_rows=self.error_rows,
-                gradients=seq_len <= self.grad_max_len,
+                gradients=seq_len <= self.grad_max_len and layer in self.grad_layers,
                 seed=self.seed,
             )
             for text, seq_len, layer, backend in product(

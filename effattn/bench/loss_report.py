@@ -39,6 +39,7 @@ CAPTIONS = {
 
 FULL = "the model as loaded"
 GREY = "#666666"
+_NARROW = 30  # characters of a spec where two stand side by side
 _LEAST_EXCESS = 1e-4
 _POSITION_BINS = 16
 
@@ -125,7 +126,7 @@ def cheapest_cells(row: dict[Hashable, Any]) -> list[str]:
         if kind == "fastest" and pd.isna(spec):
             return ["none"]
         cells += [
-            "none" if pd.isna(spec) else broken(spec),
+            "none" if pd.isna(spec) else broken(spec, _NARROW),
             number(row[f"{kind}_density"], ".3f"),
             number(row[f"{kind}_attention_ms"], ",.0f", " ms"),
         ]

@@ -72,7 +72,7 @@ def outcome(measure: Callable[[], Record]) -> Record:
 def terminal() -> Console:
     """As wide as the terminal is; in a file wide enough for a table."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=140)
 
 
 def progress_bar(console: Console, count: ProgressColumn) -> Progress:

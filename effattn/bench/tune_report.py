@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 import effattn
+from effattn.backend import literal
 from effattn.bench.capture import CaptureSource
 from effattn.bench.figures import RC, backend_name, save_figure, styles
 from effattn.bench.machine import Machine
@@ -38,7 +39,7 @@ from effattn.bench.recommend import (
     weighed,
 )
 from effattn.bench.tune import COSTS, EXACT, Tuning, candidates, save, tune
-from effattn.bench.words import broken, shortened
+from effattn.bench.words import broken
 
 _GREY = "#666666"
 _LEGEND_LINE_INCHES = 0.135
@@ -166,7 +167,7 @@ def _saving(tuning: Tuning) -> str:
     if tuning.backend in (None, EXACT):
         return f"{words}; no single backend keeps the budget over all layers for less"
     share = tuning.cost_of(tuning.backend) / tuning.cost_of(EXACT)
-    return f"{words}; one backend for all that keeps the budget, {shortened(tuning.backend)}, would take {share:.2f}"
+    return f"{words}; one backend for all that keeps the budget, {tuning.backend}, would take {share:.2f}"
 
 
 def _conditions(tuning: Tuning, machine: str) -> tuple[str, str]:
@@ -327,16 +328,16 @@ def _parameters(specs: Sequence[str]) -> tuple[str, dict[str, str]]:
     first = next(iter(backends.values()))
     shared, varying = [], []
     for field in fields(first):  # type: ignore[arg-type]
-        values = {repr(getattr(backend, field.name)) for backend in backends.values()}
+        values = {literal(getattr(backend, field.name)) for backend in backends.values()}
         if len(values) > 1:
             varying.append(field.name)
         elif getattr(first, field.name) != field.default:
             shared.append(f"{field.name}={values.pop()}")
     own = {
-        spec: shortened(", ".join(f"{name}={getattr(backend, name)!r}" for name in varying))
+        spec: ", ".join(f"{name}={literal(getattr(backend, name))}" for name in varying)
         for spec, backend in backends.items()
     }
-    return shortened(", ".join(shared)), own
+    return ", ".join(shared), own
 
 
 def _finish(figure: Figure, tuning: Tuning, machine: str, handles: list[Any], labels: list[str]) -> None:

@@ -1,6 +1,5 @@
 """How backends and numbers are written in tables and legends."""
 
-import re
 import textwrap
 
 import pandas as pd
@@ -20,23 +19,11 @@ def spec_table(*headings: str) -> Table:
 
 
 def broken(spec: str, width: int = LONG_SPEC + 8) -> str:
-    """A spec as people read it: runs of numbers shortened, a long one on lines of at most ``width`` characters."""
-    short = shortened(spec)
-    name, bracket, parameters = short.partition("(")
-    if len(short) <= LONG_SPEC:
-        return short
+    """A long spec on lines of at most ``width`` characters."""
+    if len(spec) <= LONG_SPEC:
+        return spec
+    name, bracket, parameters = spec.partition("(")
     return f"{name}{bracket}\n" + textwrap.indent(textwrap.fill(parameters, width - 2), "  ")
-
-
-def shortened(spec: str) -> str:
-    """A spec with ``(0, 1, ..., 63)`` for tuples of consecutive numbers that are longer than four."""
-
-    def shorten(match: re.Match[str]) -> str:
-        numbers = [int(number) for number in match[0].strip("()").split(", ")]
-        is_run = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 4
-        return f"({numbers[0]}, {numbers[1]}, ..., {numbers[-1]})" if is_run else match[0]
-
-    return re.sub(r"\(\d+(, \d+)+\)", shorten, spec)
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
