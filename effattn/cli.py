@@ -322,7 +322,7 @@ def tune(
 ) -> None:
     """Search parameters of backends for the least cost under an error budget, on what a real model attends to.
 
-    Writes a YAML file that effattn.bench.tune.load and effattn evaluate read, a table of all candidates and figures.
+    Writes a YAML file that effattn.swap.from_file and effattn evaluate read, a table of all candidates and figures.
     Exit status 1 where nothing keeps the budget.
 
     Args:

@@ -55,9 +55,9 @@ def draw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], dic
     def drawn(records: Any) -> dict[str, Figure]:
         found: dict[str, Figure] = {}
 
-        def keep(figure: Figure, path: Path) -> Path:
-            found[path.stem] = figure
-            return path
+        def keep(figure: Figure, path: Path) -> list[Path]:
+            found[path.name] = figure
+            return [path]
 
         monkeypatch.setattr(figures, "save_figure", keep)
         draw_all(pd.DataFrame(records), tmp_path)

@@ -469,7 +469,7 @@ def test_a_file_is_known_by_its_name_and_its_mapping(tmp_path):
 @pytest.mark.parametrize("content", ["", "- 1", "backends: {}", "backends: {a: sdpa}", "backends: [sdpa]", "a: 1", "{"])
 def test_a_file_that_maps_no_layers_is_refused(content, tmp_path):
     (tmp_path / "bad.yaml").write_text(content)
-    with pytest.raises(ValueError, match=r"tune: .*bad\.yaml (must|is not YAML)"):
+    with pytest.raises(ValueError, match=r"swap: .*bad\.yaml (must|is not YAML)"):
         Served.parse(str(tmp_path / "bad.yaml"))
 
 

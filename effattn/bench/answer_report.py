@@ -20,7 +20,7 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 from rich.console import Console
 from rich.text import Text
 
-from effattn.bench.figures import RC, Style, length_label, styles
+from effattn.bench.figures import RC, Style, length_label, save_figure, styles
 from effattn.bench.loss_report import (
     FULL,
     GREY,
@@ -32,7 +32,6 @@ from effattn.bench.loss_report import (
     finish,
     print_conditions,
     print_failed,
-    save_both,
 )  # fmt: skip
 from effattn.bench.tasks import wilson
 from effattn.bench.words import number, spec_table
@@ -181,7 +180,7 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
     if "distance_bins" in rows:
         name, draw = "accuracy_vs_distance", _distance_figure
     with mpl.rc_context(RC):
-        return save_both(draw(rows, style), out / f"{rows['task'].iloc[0]}_{name}")
+        return save_figure(draw(rows, style), out / f"{rows['task'].iloc[0]}_{name}")
 
 
 def _distance_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:

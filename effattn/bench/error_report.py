@@ -25,8 +25,7 @@ from rich.text import Text
 from scipy.special import stdtrit
 
 import effattn
-from effattn.bench.figures import RC, length_label, log_axis, styles
-from effattn.bench.loss_report import save_both
+from effattn.bench.figures import RC, length_label, log_axis, save_figure, styles
 from effattn.bench.words import broken, number
 
 CONDITIONS = ("model", "dtype", "device", "machine")
@@ -209,7 +208,7 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
             "error_by_head": _head_figure(longest),
             "error_vs_position": _position_figure(longest),
         }
-        return [path for name, figure in figures.items() for path in save_both(figure, out / name)]
+        return [path for name, figure in figures.items() for path in save_figure(figure, out / name)]
 
 
 def _density_figure(rows: pd.DataFrame) -> Figure:

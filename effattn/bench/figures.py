@@ -155,8 +155,7 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
     with mpl.rc_context(RC):
         for suffix, rows in _by_conditions(frame):
             for name, draw in figures.items():
-                figure = draw(rows, style)
-                paths += [save_figure(figure, out / f"{name}{suffix}.{kind}") for kind in ("png", "pdf")]
+                paths += save_figure(draw(rows, style), out / f"{name}{suffix}")
     return paths
 
 
@@ -639,7 +638,11 @@ def _backend_order(spec: str) -> tuple[int, str, list[str | int]]:
     return rank, name, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", spec)]
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    stamps = {".png": ("Software",), ".pdf": ("Creator", "Producer", "CreationDate")}[path.suffix]
-    figure.savefig(path, dpi=200, metadata=dict.fromkeys(stamps))
-    return path
+def save_figure(figure: Figure, path: Path) -> list[Path]:
+    """Save as PNG (200 dpi) and as PDF, the same bytes each time; ``path`` has no suffix, its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamps = {"png": ("Software",), "pdf": ("Creator", "Producer", "CreationDate")}
+    paths = [path.with_name(f"{path.name}.{kind}") for kind in stamps]
+    for each, names in zip(paths, stamps.values(), strict=True):
+        figure.savefig(each, dpi=200, metadata=dict.fromkeys(names))
+    return paths

@@ -184,12 +184,7 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
         return []
     with mpl.rc_context(RC):
         figures = {"perplexity_vs_length": _perplexity_figure, "loss_vs_position": _position_figure}
-        return [path for name, draw in figures.items() for path in save_both(draw(rows, style), out / name)]
-
-
-def save_both(figure: Figure, path: Path) -> list[Path]:
-    """Save as PNG and as PDF; ``path`` has no suffix."""
-    return [save_figure(figure, path.with_name(f"{path.name}.{kind}")) for kind in ("png", "pdf")]
+        return [path for name, draw in figures.items() for path in save_figure(draw(rows, style), out / name)]
 
 
 def _perplexity_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:

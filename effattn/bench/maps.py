@@ -218,6 +218,8 @@ def draw_model_maps(
     Raises:
         ValueError: for an argument out of range, or as ``head_maps``, ``models.load`` and ``read_tokens``.
     """
+    from effattn.bench.figures import save_figure
+
     if not backends or not models:
         raise ValueError("maps: backends and models must name at least one each")
     rows: list[tuple[list[HeadMap], list[str] | None]] = []  # of one head, a map a backend; and its tokens
@@ -236,7 +238,7 @@ def draw_model_maps(
     paths = []
     for i, backend in enumerate(backends):
         figure = compare_figure([(of_head[i], labels) for of_head, labels in rows])
-        paths += _save_both(figure, out, f"maps-{_slug(backend)}")
+        paths += save_figure(figure, out / f"maps-{_slug(backend)}")
     return paths
 
 
@@ -263,6 +265,8 @@ def draw_patterns(
         ValueError: for an unknown backend or an argument out of range.
         UnsupportedError: if a backend has no pattern.
     """
+    from effattn.bench.figures import save_figure
+
     if not backends or seq_len < 1:
         raise ValueError(f"maps: needs at least one backend and seq_len >= 1, got {list(backends)} and {seq_len}")
     sizes: dict[str, Any] = {"batch_size": 1, "num_heads": 1, "num_kv_heads": 1, "seq_len": seq_len, "head_dim": 64}
@@ -276,7 +280,7 @@ def draw_patterns(
             raise UnsupportedError(backend, ["requested its pattern; it is no softmax over one"])
         share = _pooled(effattn.pattern(inputs.query, inputs.key, backend=backend, mask=allowed), seq_len, block)
         shares.append((str(backend), share, density(float(share.sum()), float(full.sum()))))
-    return _save_both(_patterns_figure(shares, seq_len, block), out, "patterns")
+    return save_figure(_patterns_figure(shares, seq_len, block), out / "patterns")
 
 
 def _pooled(mask: Mask, seq_len: int, block: int) -> Float[Tensor, "rows keys"]:
@@ -402,13 +406,6 @@ def _shade_hidden(ax: Axes, each: HeadMap) -> None:
         alpha=0.75,
         interpolation="nearest",
     )
-
-
-def _save_both(figure: Figure, out: Path, name: str) -> list[Path]:
-    from effattn.bench.figures import save_figure
-
-    out.mkdir(parents=True, exist_ok=True)
-    return [save_figure(figure, out / f"{name}.{kind}") for kind in ("png", "pdf")]
 
 
 def _slug(spec: str) -> str:

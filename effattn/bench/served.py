@@ -18,6 +18,7 @@ from effattn import cost
 from effattn.backend import Backend
 from effattn.bench import errors
 from effattn.bench.observe import Observed, Result
+from effattn.swap import from_file
 
 _DENSITY_ROWS = 64
 
@@ -33,22 +34,18 @@ class Served:
     def parse(cls, spec: str) -> Served:
         """From a backend's spec string, labelled by its canonical form, or from a file whose name ends in ``.yaml``.
 
-        The file is one that ``tune.load`` reads: a mapping with the key ``backends``, from numbers of layers to spec
-        strings, or ``backend``, one spec string for all layers; its other keys tell where that comes from and are
-        ignored. It is labelled by its name and eight hexadecimal digits that tell mappings apart.
+        The file is one that ``swap.from_file`` reads. It is labelled by its name and eight hexadecimal digits that tell
+        mappings apart.
 
         Raises:
-            ValueError: for an unknown backend, or a file that holds no such mapping.
-            OSError: where there is no such file.
+            ValueError: for an unknown backend; and what ``swap.from_file`` raises.
         """
         if not spec.endswith(".yaml"):
             backend = effattn.get(spec)
             return cls(str(backend), backend)
-        from effattn.bench import tune
-
         path = Path(spec).expanduser()
-        found = tune.load(path)
-        backends = effattn.get(found) if isinstance(found, str) else _by_layer(found)
+        found = from_file(path)
+        backends = effattn.get(found) if isinstance(found, str) else {i: effattn.get(each) for i, each in found.items()}
         digest = hashlib.sha256(json.dumps(_canonical(backends)).encode()).hexdigest()
         return cls(f"{path.stem}@{digest[:8]}", backends)
 
@@ -108,10 +105,6 @@ class Watch:
         allowed = cost.attended_pairs(mask, batch_size, num_heads, query_len, key.shape[2], device=query.device)
         self._pairs += work.density * allowed
         self._allowed_pairs += allowed
-
-
-def _by_layer(specs: Mapping[int, str]) -> dict[int, Backend]:
-    return {layer: effattn.get(specs[layer]) for layer in sorted(specs)}
 
 
 def _canonical(backends: Backend | Mapping[int, Backend]) -> Any:

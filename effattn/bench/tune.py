@@ -453,7 +453,7 @@ def _times(inputs: LayerInputs, keeps: pd.DataFrame, rounds: int, device: str) -
 
 
 def save(tuning: Tuning, path: Path, machine: Machine) -> None:
-    """Write the choice as YAML that ``load`` and ``effattn evaluate`` read, with what it rests on."""
+    """Write the choice as YAML that ``swap.from_file`` and ``effattn evaluate`` read, with what it rests on."""
     chosen = tuning.backends if tuning.per_layer else dict.fromkeys(tuning.layers, tuning.backend or EXACT)
     price = COSTS[tuning.cost]
     evidence = {
@@ -480,28 +480,6 @@ def save(tuning: Tuning, path: Path, machine: Machine) -> None:
     text = yaml.safe_dump(found, sort_keys=False, default_flow_style=False, width=10**6)
     text += yaml.safe_dump({"evidence": evidence}, sort_keys=False, default_flow_style=None, width=110)
     path.write_text(text, encoding="utf-8")
-
-
-def load(path: str | Path) -> str | dict[int, str]:
-    """What ``save`` wrote, as ``effattn.swap`` takes it: one spec, or a mapping from layers to specs.
-
-    Raises:
-        ValueError: if the file holds neither, or a spec that is none.
-        OSError: if there is no such file.
-    """
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"tune: {path} is not YAML: {' '.join(str(error).split())}") from None
-    named: dict[str, Any] = found if isinstance(found, dict) else {}
-    if isinstance(named.get("backend"), str):
-        return str(effattn.get(named["backend"]))
-    by_layer = named.get("backends")
-    if isinstance(by_layer, dict) and by_layer and all(type(layer) is int for layer in by_layer):
-        return {layer: str(effattn.get(spec)) for layer, spec in by_layer.items()}
-    raise ValueError(
-        f"tune: {path} must hold `backend`, a spec, or `backends`, one for the number of each layer, got {found!r:.80}"
-    )
 
 
 def _digits(value: float) -> float | None:

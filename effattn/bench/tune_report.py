@@ -218,11 +218,7 @@ def draw_all(tuning: Tuning, machine: str, stem: Path) -> list[Path]:
         figures = {"": trade_off_figure(tuning, machine)}
         if tuning.per_layer:
             figures["-layers"] = layers_figure(tuning, machine)
-        return [
-            save_figure(figure, stem.parent / f"{stem.name}{suffix}.{kind}")
-            for suffix, figure in figures.items()
-            for kind in ("png", "pdf")
-        ]
+        return [path for end, each in figures.items() for path in save_figure(each, stem.with_name(stem.name + end))]
 
 
 def trade_off_figure(tuning: Tuning, machine: str) -> Figure:
