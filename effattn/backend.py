@@ -15,6 +15,7 @@ import importlib.metadata
 import pkgutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -439,6 +440,11 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{tree.func.id}: {keyword.arg} must be given once, got {spec!r}")
         try:
             fields[keyword.arg] = _value(keyword.value)
+        except OverflowError:
+            raise ValueError(
+                f"{tree.func.id}: {keyword.arg} must be a range of at most {_MOST_NUMBERS} numbers, "
+                f"got {ast.unparse(keyword.value)!r}"
+            ) from None
         except (ValueError, TypeError):
             raise ValueError(
                 f"{tree.func.id}: {keyword.arg} must be a literal such as 8, 'auto', None or range(64), "
@@ -449,20 +455,26 @@ def _parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 def literal(value: Any) -> str:
     """A field's value as a spec string has it: its repr, but ``range(64)`` for more than four consecutive numbers."""
+    if not isinstance(value, tuple):
+        return repr(value)
+    if any(isinstance(each, tuple) for each in value):
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
     is_run = (
-        isinstance(value, tuple)
-        and len(value) > 4
+        len(value) > 4
         and all(type(each) is int for each in value)
-        and value == tuple(range(value[0], value[-1] + 1))
+        and all(after - before == 1 for before, after in pairwise(value))
     )
-    return repr(value) if not is_run else f"range({f'{value[0]}, ' if value[0] else ''}{value[-1] + 1})"
+    return f"range({f'{value[0]}, ' if value[0] else ''}{value[-1] + 1})" if is_run else repr(value)
 
 
 def _value(node: ast.expr) -> Any:
+    """What ``literal`` wrote; ``ValueError``, ``TypeError`` or ``OverflowError`` for what is none."""
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_value, node.elts))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range" and not node.keywords:
         numbers = range(*map(ast.literal_eval, node.args))
         if len(numbers) > _MOST_NUMBERS:
-            raise ValueError("a tuple of that length would take all memory")
+            raise OverflowError
         return tuple(numbers)
     return ast.literal_eval(node)
 

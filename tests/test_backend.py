@@ -100,6 +100,9 @@ def test_a_long_run_of_numbers_is_a_range():
         tuple(range(3, 8)): "range(3, 8)",
         (0, 1, 2, 3): "(0, 1, 2, 3)",
         (0, 1, 2, 3, 5): "(0, 1, 2, 3, 5)",
+        (0, 1, 2, 3, 10**15): "(0, 1, 2, 3, 1000000000000000)",
+        (tuple(range(8)), (), (3,)): "(range(8), (), (3,))",
+        (tuple(range(8)),): "(range(8),)",
     }.items():
         made = dataclasses.replace(window, global_tokens=tokens)
         assert str(made) == f"sliding_window(global_tokens={written})"
@@ -129,7 +132,8 @@ def test_str_leaves_defaults_out():
             r"lsh: num_hashes must be a literal such as 8, 'auto', None or range\(64\), got 'many'",
         ),
         ("lsh(num_hashes=range(10**12))", r"lsh: num_hashes must be a literal .*, got 'range\(10 \*\* 12\)'"),
-        ("lsh(num_hashes=range(1000000000000))", "lsh: num_hashes must be a literal"),
+        ("lsh(num_hashes=range(1000000000000))", "lsh: num_hashes must be a range of at most 16777216 numbers"),
+        ("lsh(num_hashes=range(10000000000000000000000))", "lsh: num_hashes must be a range of at most 16777216"),
         ("lsh(num_hashes=range(1, 2, 0))", "lsh: num_hashes must be a literal"),
         ("lsh(num_hashes=range('a'))", "lsh: num_hashes must be a literal"),
         ("lsh(num_hashes={[]: 1})", "lsh: num_hashes must be a literal such as 8"),

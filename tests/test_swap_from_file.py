@@ -23,7 +23,7 @@ def test_one_spec_or_one_a_layer(tmp_path):
         ("other: 3", "must hold `backend`, a spec, or `backends`, one for the number of each layer, got {'other': 3}"),
         ("backends: {}", "must hold `backend`"),
         ("backends: {a: sdpa}", "must hold `backend`"),
-        ("backends: {0: sdpaa}", "unknown name 'sdpaa'"),
+        ("backends: {0: sdpaa}", "f.yaml: backend: unknown name 'sdpaa'"),
         ("backend: lsh(", "a spec looks like"),
         ("[", "is not YAML"),
     ],

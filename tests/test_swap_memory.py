@@ -64,7 +64,7 @@ def test_a_padded_causal_encoder_of_pytorch():
 
 
 def test_smollm2_reads_8192_tokens_without_anything_of_n_by_n(smollm2, monkeypatch):
-    model, tokenizer, _ = smollm2
+    model, tokenizer = smollm2
     monkeypatch.setitem(model.base_model._modules, "layers", model.base_model.layers[:1])  # all are alike
     tokens = read_tokens("stdlib", tokenizer, SEQ_LEN)
     keep = torch.ones_like(tokens)

@@ -60,7 +60,7 @@ def test_minilm_reads_4096_tokens_with_a_window(minilm):
 
 
 def test_smollm2_gives_the_same_logits_and_tokens_left_padded_with_and_without_a_cache(smollm2):
-    model, tokenizer, _ = smollm2
+    model, tokenizer = smollm2
     given = tokenizer(TEXTS, padding=True, padding_side="left", truncation=True, max_length=96, return_tensors="pt")
     assert not given["attention_mask"][0, 0]
     generated = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}

@@ -32,7 +32,7 @@ CONDITIONS = ("model", "dtype", "device", "machine")
 MEANS = ("rel_l2", "rel_l1", "rmse", "cosine", "recall", "oracle_rel_l2", "approximation_rel_l2")
 GRADIENTS = ("grad_query_rel_l2", "grad_key_rel_l2", "grad_value_rel_l2")
 SUMMARY = (
-    *CONDITIONS, "seq_len", "backend", "texts", "layers", "heads", "error_rows", "density",
+    *CONDITIONS, "seq_len", "backend", "texts", "layers", "grad_layers", "heads", "error_rows", "density",
     "rel_l2", "rel_l2_low", "rel_l2_high", "oracle_rel_l2", "approximation_rel_l2", "implementation_rel_l2",
     "rel_l1", "rmse", "cosine", "recall", "worst_head_rel_l2", "worst_row_rel_l2", *GRADIENTS, "status", "reason",
 )  # fmt: skip
@@ -72,6 +72,7 @@ def _summary(records: pd.DataFrame) -> dict[str, Any]:
     first = records.iloc[0]
     summary: dict[str, Any] = {name: first[name] for name in (*CONDITIONS, "seq_len", "backend", "error_rows")}
     summary |= {"texts": records["text"].nunique(), "layers": records["layer"].nunique()}
+    summary["grad_layers"] = records.loc[records["gradients"], "layer"].nunique()
     failed, ok = records[records["status"] != "ok"], records[records["status"] == "ok"]
     if len(failed):
         summary |= {"status": failed["status"].iloc[0], "reason": failed["reason"].iloc[0]}
@@ -147,6 +148,8 @@ def print_tables(records: pd.DataFrame, console: Console) -> None:
     summary = summary_table(records)
     first, texts = summary.iloc[0], ", ".join(records["text"].unique())
     layers = f"{first['layers']} layers"
+    if 0 < first["grad_layers"] < first["layers"]:
+        layers += f" (gradients of {first['grad_layers']})"
     console.print(Text("\n" + " · ".join((first["model"], f"reading {texts}", layers, first["dtype"])), style="bold"))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     headings = ("length", "backend", "density", "rel L2", "over texts", "oracle", "recall", "worst head", "gradients")

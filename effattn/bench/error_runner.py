@@ -79,13 +79,17 @@ def resolve(study: ErrorStudy) -> ErrorStudy:
     specs = [name for spec in study.backends for name in (effattn.names() if spec == "all" else (spec,))]
     depth = models.depth(models.config(study.model))
     layers = tuple(range(depth)) if study.layers is None else study.layers
-    grad_layers: tuple[int, ...] | None = layers
-    if study.grad_layers != "all":
-        grad_layers = None if study.grad_layers == "telling" else study.grad_layers
+    grad_layers = study.grad_layers
+    if grad_layers == "telling":
+        grad_layers = tuple(layers[i] for i in capture.choose_layers(CaptureSource(study.model), len(layers)))
+    elif grad_layers != "all" and not set(grad_layers) <= set(layers):
+        raise ValueError(
+            f"errors: grad_layers must be among the layers, {', '.join(map(str, layers))}, got {list(grad_layers)}"
+        )
     return study.replace(
         backends=[str(effattn.get(spec)) for spec in specs],
         layers=capture.choose_layers(CaptureSource(study.model, layers=layers), depth),
-        grad_layers=capture.choose_layers(CaptureSource(study.model, layers=grad_layers), depth),
+        grad_layers=grad_layers,
         device=pick_device(study.device),
     )
 
@@ -93,7 +97,7 @@ def resolve(study: ErrorStudy) -> ErrorStudy:
 def is_one(folder: Path) -> bool:
     """Whether ``folder`` holds the results of an error study."""
     path = folder / "study.yaml"
-    return path.exists() and set(read_fields(path)) == set(ErrorStudy.model_fields)
+    return path.exists() and {"texts", "error_rows"} <= set(read_fields(path)) <= set(ErrorStudy.model_fields)
 
 
 def draw(folder: Path, console: Console | None = None) -> Path:

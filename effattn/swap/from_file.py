@@ -31,11 +31,14 @@ def from_file(path: str | Path) -> str | dict[int, str]:
     except yaml.YAMLError as error:
         raise ValueError(f"swap: {path} is not YAML: {' '.join(str(error).split())}") from None
     named: dict[str, Any] = found if isinstance(found, dict) else {}
-    if isinstance(named.get("backend"), str):
-        return str(get(named["backend"]))
     by_layer = named.get("backends")
-    if isinstance(by_layer, dict) and by_layer and all(type(layer) is int for layer in by_layer):
-        return {layer: str(get(by_layer[layer])) for layer in sorted(by_layer)}
+    try:
+        if isinstance(named.get("backend"), str):
+            return str(get(named["backend"]))
+        if isinstance(by_layer, dict) and by_layer and all(type(layer) is int for layer in by_layer):
+            return {layer: str(get(by_layer[layer])) for layer in sorted(by_layer)}
+    except ValueError as error:
+        raise ValueError(f"swap: {path}: {error}") from None
     raise ValueError(
         f"swap: {path} must hold `backend`, a spec, or `backends`, one for the number of each layer, got {found!r:.80}"
     )

@@ -484,6 +484,8 @@ def _dropout_keeps_the_mean(backend: Backend, device: str) -> Outcome:
         return output.detach()
 
     torch.manual_seed(0)
+    first, second = call(0.25).chunk(copies)[:2]
+    assert not torch.equal(first, second), "dropout draws the same for every batch row"
     moved = torch.stack([call(0.25) for _ in range(calls)]).double() - call(0.0)
     draws = rearrange(moved, "calls (copies b) h l d -> (calls copies) b h l d", copies=copies)
     spread = draws.std(0) / len(draws) ** 0.5
