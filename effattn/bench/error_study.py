@@ -52,7 +52,7 @@ class ErrorStudy(Settings):
     def _layers(cls, value: Any) -> Any:
         if value not in ("all", "telling") and not (isinstance(value, list) and all(type(i) is int for i in value)):
             raise ValueError("must be all, telling, or numbers of layers")
-        return value
+        return value if isinstance(value, str) else tuple(value)
 
     @field_validator("texts", "seq_lens", "backends")
     @classmethod

@@ -310,6 +310,7 @@ def _legend(
         labels.append(name + (f"({shared})" if shared else ""))
         for spec in filter(numbers.__contains__, specs):
             mark = {"marker": f"${numbers[spec]}$", "markeredgewidth": 0, "color": _GREY, "linestyle": "none"}
+            mark["markersize"] = mpl.rcParams["lines.markersize"] * (1.5 if numbers[spec] > 9 else 1)  # scaled by width
             handles.append(Line2D([], [], **mark))
             chosen = "  ← chosen" if counts is None and spec == tuning.backend else ""
             labels.append(own[spec] + (f"  in {counts[spec]} layer{'s' * (counts[spec] > 1)}" if counts else chosen))
