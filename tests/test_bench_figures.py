@@ -258,6 +258,7 @@ def test_trade_off_has_errors_above_and_exact_backends_in_the_strip(draw: Callab
     below = ax.transAxes.inverted().transform(ax.transData.transform((40.96, 0.0512)))[1]
     assert full.get_ydata()[0] < below
     assert "exact" in [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert legend(figure) == ["full", "lsh", "Pareto front"]
 
 
 def test_the_trade_off_shows_the_pareto_front(draw: Callable[[Any], dict[str, Figure]]) -> None:

@@ -11,7 +11,7 @@ files hold no time stamp: equal records give equal bytes.
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ RC = {
 _NOT_MEASURED = "not measured"
 _GREY = "#666666"
 _DASHES = (0, (4, 2))
+_DASHED: dict[str, Any] = {"color": _GREY, "linewidth": 1, "linestyle": _DASHES}
+_FRONT: dict[str, Any] = {"color": _GREY, "linewidth": 0.9}
 _ROW_HEIGHT = 0.07  # of the axes: one row of failure marks at the top edge
 _STRIP_HEIGHT = 0.08, 0.4  # of the axes: one exact backend below the error axis, and all at most
 _TRADE_OFF_LENGTHS = 3
@@ -342,13 +344,13 @@ def _against_length(
         _say_no_data(ax, of_panel["state"])
     axes[0].set_ylabel(ylabel)
     figure.supxlabel("sequence length (tokens)", fontsize=mpl.rcParams["axes.labelsize"])
-    dashed = []
+    others = {}
     if any(panel.floor and (panel.rows[[panel.measure, panel.floor]] > 0).all(axis=1).any() for panel in panels):
-        dashed.append("oracle: best keys, as many")
+        others["oracle: best keys, as many"] = _DASHED
     if panels[0].level is not None:
-        dashed.append(f"machine epsilon of {rows['dtype'].iloc[0]}")
+        others[f"machine epsilon of {rows['dtype'].iloc[0]}"] = _DASHED
     _add_title(figure, rows)
-    _add_legend(figure, pd.concat(cells), style, dashed)
+    _add_legend(figure, pd.concat(cells), style, others)
     return figure
 
 
@@ -415,7 +417,7 @@ def _trade_off_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
         log_axis([ax.xaxis for ax in column], 10, count=4)
     figure.supxlabel("time of one call (ms)", fontsize=mpl.rcParams["axes.labelsize"])
     _add_title(figure, rows)
-    _add_legend(figure, pd.concat([panel.cells("") for panel in panels]), style)
+    _add_legend(figure, pd.concat([panel.cells("") for panel in panels]), style, {"Pareto front": _FRONT})
     return figure
 
 
@@ -424,7 +426,7 @@ def draw_front(ax: Axes, costs: Sequence[float], errors: Sequence[float]) -> Non
     lowest, on_front = ax.get_ylim()[0], pareto_front(costs, errors)
     points = sorted((cost, max(error, lowest)) for cost, error, on in zip(costs, errors, on_front, strict=True) if on)
     if points:
-        ax.step(*np.array(points).T, where="post", color=_GREY, linewidth=0.9, zorder=0.5, label="_front")
+        ax.step(*np.array(points).T, where="post", **_FRONT, zorder=0.5, label="_front")
 
 
 def _draw_inexact(ax: Axes, rows: pd.DataFrame, style: dict[str, Style]) -> None:
@@ -467,15 +469,17 @@ def _add_title(figure: Figure, rows: pd.DataFrame) -> None:
     figure.suptitle(title + (f" · median of {seeds} seeds" if seeds > 1 else ""), x=0.01, ha="left")
 
 
-def _add_legend(figure: Figure, cells: pd.DataFrame, style: dict[str, Style], dashed: Iterable[str] = ()) -> None:
-    """Every backend: with its line, and under each reason why cells of it have none."""
+def _add_legend(
+    figure: Figure, cells: pd.DataFrame, style: dict[str, Style], others: Mapping[str, dict[str, Any]] | None = None
+) -> None:
+    """Every backend: with its line, and under each reason why cells of it have none; and the looks of other lines."""
     blank = Line2D([], [], linestyle="none")
     members = {str(state): set(rows["backend"]) for state, rows in cells.groupby("state")}
     drawn, failures = members.pop("", set()), set(cells.loc[cells["status"] != "ok", "state"])
     entries = [
         (Line2D([], [], color=style[name].color, marker=style[name].marker), name) for name in style if name in drawn
     ]
-    entries += [(Line2D([], [], color=_GREY, linewidth=1, linestyle=_DASHES), label) for label in dashed]
+    entries += [(Line2D([], [], **look), label) for label, look in (others or {}).items()]
     for state in sorted(members):
         entries.append((blank, state))
         places = {name: _where(cells[cells["backend"] == name], state) for name in style if name in members[state]}
