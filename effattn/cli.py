@@ -107,12 +107,15 @@ def plot(folder: Positional[Path], /) -> None:
     """Draw the figures and write the tables and the report again, from the records.
 
     Args:
-        folder: a folder of results, such as results/length_sweep/MACHINE.
+        folder: a folder of results, such as results/length_sweep/MACHINE or results/evaluate/MACHINE/MODEL-TEXT.
     """
     from effattn.bench import error_runner, runner
+    from effattn.bench import evaluate as evaluation
 
     if error_runner.is_one(folder):
         error_runner.draw(folder)
+    elif evaluation.is_one(folder):
+        evaluation.draw(folder)
     else:
         runner.draw(folder)
 
@@ -158,7 +161,7 @@ def evaluate(
         quick: the shortest length, 512 tokens at most, and few samples, for a glance.
         retry: measure the cells again that did not end well.
         fresh: measure all cells again.
-        out: where results go, to evaluate/MACHINE in it.
+        out: where results go, to evaluate/MACHINE/MODEL-TEXT in it.
         machine_label: name of this machine; by default that of its GPU or CPU.
     """
     from effattn.bench import evaluate as evaluation
@@ -293,6 +296,7 @@ def recommend(
         measured = chooser.load_records(records, "evaluate")
         answers = chooser.recommend_for_perplexity(measured, max_increase=max_perplexity_increase, **given)
     console = terminal()
+    answers.sort(key=lambda answer: answer.backend is None)  # what qualifies first
     for answer in answers:
         chooser.print_recommendation(answer, console)
     if figure is not None:
@@ -437,6 +441,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
+RESUMED = ("sweep", "compare", "errors", "evaluate")  # with what has a record already
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; what a user got wrong is one line on standard error and exit status 2."""
     try:
@@ -445,5 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"effattn: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("effattn: interrupted; the same command goes on from here", file=sys.stderr)
+        command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+        goes_on = "; the same command goes on from here" if command in RESUMED else ""
+        print(f"effattn: interrupted{goes_on}", file=sys.stderr)
         sys.exit(130)

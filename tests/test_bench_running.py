@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 import effattn
 from effattn.bench import running
+from effattn.bench.workers import load_plugin
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Cell:
 
 CELLS = [Cell("a"), Cell("b"), Cell("c")]
 KNOWN: dict[str, dict[str, Any]] = {
-    "a": {"status": "ok", "commit": "1234567"},
-    "b": {"status": "crashed", "commit": "1234567"},
+    "a": {"status": "ok", "commit": "1234567", "backend_name": "mine"},
+    "b": {"status": "crashed", "commit": "1234567", "backend_name": "sdpa"},
     "of another study": {"status": "ok", "commit": "7654321"},
 }
 
@@ -38,11 +40,43 @@ KNOWN: dict[str, dict[str, Any]] = {
 def test_what_is_left(options: dict[str, bool], left: str, told: str | None, commit: str) -> None:
     console = Console(file=io.StringIO(), width=120)
     machine: Any = SimpleNamespace(commit=commit)
-    cells = running.unmeasured(CELLS, KNOWN, machine, console, **options)
+    cells = running.unmeasured(CELLS, KNOWN, machine, console, source_of=lambda cell: None, **options)
     assert "".join(cell.key for cell in cells) == left
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.startswith(told) if told else printed == ""
     assert ("Some of them with other code (1234567, now now)" in printed) == (bool(told) and commit == "now")
+
+
+def test_what_other_code_has_measured_is_measured_again() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    machine: Any = SimpleNamespace(commit="1234567")
+    sources = {"a": "now", "b": None, "c": "now"}
+    cells = running.unmeasured(CELLS, KNOWN, machine, console, source_of=lambda cell: sources[cell.key])
+    assert [cell.key for cell in cells] == ["a", "c"]
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "The code of mine has changed since 1 cells were measured" in printed
+
+
+def test_the_source_of_a_backend_is_its_file(tmp_path: Path) -> None:
+    assert running.backend_source([effattn.get("sdpa"), effattn.get("lsh")]) is None
+    path = tmp_path / "running_test_plugin.py"
+    code = """
+from dataclasses import dataclass
+
+import effattn
+
+
+@effattn.register
+@dataclass(frozen=True)
+class Mine(effattn.Backend):
+    name = "mine_for_test_running"
+"""
+    path.write_text(code)
+    load_plugin(str(path))
+    before = running.backend_source([effattn.get("sdpa"), effattn.get("mine_for_test_running")])
+    assert before == running.backend_source([effattn.get("mine_for_test_running")])
+    path.write_text(code + "    # changed")
+    assert before != running.backend_source([effattn.get("mine_for_test_running")])
 
 
 def test_the_outcome_of_what_ends_well() -> None:

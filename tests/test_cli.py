@@ -115,6 +115,15 @@ def test_an_interrupted_sweep_says_how_to_go_on(run, study, monkeypatch):
     assert err == "effattn: interrupted; the same command goes on from here\n"
 
 
+def test_an_interrupted_tuning_keeps_nothing_and_says_so(run, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("effattn.bench.tune_report.run", interrupt)
+    code, _, err = run("tune", "sliding_window", "--max-error", "0.1")
+    assert (code, err) == (130, "effattn: interrupted\n")
+
+
 def test_help_imports_nothing_heavy_but_torch():
     code = "import sys; import effattn.cli; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -63,7 +63,7 @@ def run(
         study.save(folder / "study.yaml")
         cells = study.cells()
         known = read(writer.path)
-        if todo := running.unmeasured(cells, known, machine, console, retry=retry, fresh=fresh):
+        if todo := running.unmeasured(cells, known, machine, console, source_of=_source_of, retry=retry, fresh=fresh):
             _measure(todo, study, machine, writer, console)
     return draw(folder, console)
 
@@ -92,6 +92,10 @@ def resolve(study: ErrorStudy) -> ErrorStudy:
         grad_layers=grad_layers,
         device=pick_device(study.device),
     )
+
+
+def _source_of(cell: Cell) -> str | None:
+    return running.backend_source([effattn.get(cell.backend)])
 
 
 def is_one(folder: Path) -> bool:
@@ -145,7 +149,8 @@ def _measure(
                     full = FullRows.of(prefix, first.error_rows, seed=first.seed, gradients=first.gradients)
                     for cell in measured:
                         outcome = running.outcome(partial(full.errors_of, backends[cell.backend]))
-                        writer.append({**cell.identity, **outcome, **machine.record, "started_at": started_at})
+                        where = {"backend_source": _source_of(cell), **machine.record, "started_at": started_at}
+                        writer.append({**cell.identity, **outcome, **where})
                         progress.advance(task)
 
             longest = max(cell.seq_len for cell in of_text)

@@ -8,9 +8,9 @@ A model is asked the same, once as it was loaded and once a backend; ``effattn.b
 * ``masked``: an encoder fills in 15% of a text's tokens.
 
 The model is loaded once a run; every backend and length is a cell with a record, so that an interrupted run goes on
-where it stopped. Results go to ``OUT/evaluate/<machine>/``: ``records.jsonl``, and of the loss ``summary.csv``,
-``budgets.csv`` and ``figures/``, of another task the same with its name before theirs; they tell of all backends and
-lengths that the folder has records of for that task, model and text.
+where it stopped. Results go to ``OUT/evaluate/<machine>/<model>-<text>/``: ``records.jsonl``, and of the loss
+``summary.csv``, ``budgets.csv`` and ``figures/``, of another task the same with its name before theirs; they tell of
+all backends and lengths that have been measured.
 
 A record holds, besides what identifies it (task, model, text, layers, dtype, device, backend, seq_len, samples, seed)
 and the machine:
@@ -35,12 +35,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -57,11 +58,8 @@ from effattn.bench.records import Record, RecordWriter, read
 from effattn.bench.served import Served, Watch
 from effattn.bench.study import pick_device
 from effattn.bench.tasks import Sample, Scores, Task
-from effattn.bench.texts import read_tokens
+from effattn.bench.texts import documents, read_tokens
 from effattn.swap import swap
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 BACKENDS = ("sdpa", "sliding_window", "sliding_window(global_tokens=(0, 1, 2, 3))", "lsh")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -150,7 +148,8 @@ def evaluate(
         plugins: files or modules that register more backends.
         quick: the shortest length alone, 512 tokens at most, and two samples at most, with a folder of its own,
             ``evaluate-quick``.
-        out: where the folder ``evaluate/<machine>`` is, or is made.
+        out: where the folder ``evaluate/<machine>/<model>-<text>`` is, or is made; layers, a dtype and a device that
+            are not the defaults are in its name too.
         machine_label: the machine's name where the derived one does not please.
         retry: measure the cells again that did not end well.
         fresh: measure all cells again.
@@ -164,8 +163,6 @@ def evaluate(
             its logits or cannot be swapped.
         ModuleNotFoundError, OSError: as ``models.load``.
     """
-    import pandas as pd
-
     console = console or running.terminal()
     for plugin in plugins:
         workers.load_plugin(plugin)
@@ -189,15 +186,39 @@ def evaluate(
     source = CaptureSource(model, text)
     reader = Reader.load(source, max(lengths), dtype=dtype, device=device, layers=layers, task=asked)
 
-    folder = out / ("evaluate-quick" if quick else "evaluate") / machine.machine
+    folder = out / ("evaluate-quick" if quick else "evaluate") / machine.machine / reader.label
     folder.mkdir(parents=True, exist_ok=True)
     cells = [reader.cell(spec, seq_len) for seq_len in lengths for spec in chosen]
     with RecordWriter(folder / "records.jsonl") as writer:
-        todo = running.unmeasured(cells, read(writer.path), machine, console, retry=retry, fresh=fresh)
+        sources = {label: running.backend_source(served.all_backends) for label, served in chosen.items()}
+        options: dict[str, Any] = {"source_of": lambda cell: sources[cell.backend], "retry": retry, "fresh": fresh}
+        todo = running.unmeasured(cells, read(writer.path), machine, console, **options)
         _measure(todo, chosen, reader, machine, writer, console)
         known = read(writer.path)
     records = [known[cell.key] for cell in cells]
-    return _show(pd.DataFrame(records), pd.DataFrame(_alike(records, known.values())), task, folder, console)
+    return _show(records, _alike(records, known.values()), task, folder, console)
+
+
+def is_one(folder: Path) -> bool:
+    """Whether ``folder`` holds the records of an evaluation."""
+    records = [] if (folder / "study.yaml").exists() else read(folder / "records.jsonl").values()
+    return bool(records) and all(record.get("study") == "evaluate" for record in records)
+
+
+def draw(folder: Path, console: Console | None = None) -> Path:
+    """Tables and figures in ``folder`` from its records, of each task the last that was asked; returns ``folder``.
+
+    Raises:
+        ValueError: if ``folder`` holds no results of an evaluation.
+    """
+    if not is_one(folder):
+        raise ValueError(f"evaluate: {folder} must hold the records.jsonl of an evaluation")
+    known = read(folder / "records.jsonl").values()
+    last = {record.get("task", "loss"): record for record in known}
+    for task, record in last.items():
+        alike = _alike([record], known)
+        _show(alike, alike, task, folder, console or running.terminal())
+    return folder
 
 
 @dataclass(frozen=True)
@@ -277,6 +298,25 @@ class Reader:
             samples=self.task.num_samples,
             seed=self.task.seed,
         )
+
+    @property
+    def label(self) -> str:
+        """What is asked whom, as the name of a folder: model and text, and layers, dtype and device if off defaults."""
+        words = [models.label(self.source.model), models.label(self.source.text)]
+        words += ["layers", *map(str, self.layers)] if self.layers is not None else []
+        others = {str(self.model.dtype).removeprefix("torch."): "float32", self.model.device.type: "cpu"}
+        words += [name for name, default in others.items() if name != default]
+        return re.sub(r"[^\w.-]+", "_", "-".join(words))
+
+    @cached_property
+    def text_sha256(self) -> str | None:
+        """Of the whole text, which may be longer than what is read of it; None where none is read."""
+        if not self.task.reads_text:
+            return None
+        digest = hashlib.sha256()
+        for document in documents(self.source.text):
+            digest.update(document.encode())
+        return digest.hexdigest()
 
     @cached_property
     def weights_sha256(self) -> str:
@@ -425,7 +465,9 @@ def _measure(
         for i, cell in enumerate(progress.track(cells), start=1):
             started_at = datetime.now(UTC).isoformat(timespec="seconds")
             outcome = running.outcome(partial(asked.read, backends[cell.backend], cell.seq_len))
-            writer.append({**cell.identity, **outcome, **machine.record, "started_at": started_at})
+            source = running.backend_source(backends[cell.backend].all_backends)
+            where = {"text_sha256": reader.text_sha256, "backend_source": source, **machine.record}
+            writer.append({**cell.identity, **outcome, **where, "started_at": started_at})
             style = "" if outcome["status"] == "ok" else "red"
             line = f"[{i}/{len(cells)}] {cell}: {_summary(outcome, reader.task)}"
             progress.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
@@ -448,26 +490,29 @@ class _Asked:
 
 def _alike(asked: Sequence[Record], known: Iterable[Record]) -> list[Record]:
     """The records of what ``asked`` are of, with whichever backends and at whichever lengths."""
-    same = ("model", "weights_sha256", "text", "layers", "dtype", "device", "samples", "seed")
+    same = ("model", "weights_sha256", "text", "text_sha256", "layers", "dtype", "device", "samples", "seed")
     tokens = {record["seq_len"]: record["tokens_sha256"] for record in asked}
     return [
         record
         for record in known
-        if record.get("task", "loss") == asked[0]["task"]
-        and all(record.get(name, asked[0][name]) == asked[0][name] for name in same)
+        if record.get("task", "loss") == asked[0].get("task", "loss")
+        and all(record[name] == asked[0][name] for name in same if name in record and name in asked[0])
         and record["tokens_sha256"] == tokens.get(record["seq_len"], record["tokens_sha256"])
     ]
 
 
-def _show(asked: pd.DataFrame, alike: pd.DataFrame, task: str, folder: Path, console: Console) -> Path:
+def _show(asked: Sequence[Record], alike: Sequence[Record], task: str, folder: Path, console: Console) -> Path:
     """Write files of all records that are ``alike``, so that those before stay in them, and print what was asked."""
+    import pandas as pd
+
     from effattn.bench import answer_report, loss_report
 
+    every = pd.DataFrame(alike)
     report, prefix = (loss_report, "") if task == "loss" else (answer_report, f"{task}_")
-    report.summary_table(alike).to_csv(folder / f"{prefix}summary.csv", index=False)
-    report.budget_table(alike).to_csv(folder / f"{prefix}budgets.csv", index=False)
-    report.draw_all(alike, folder / "figures")
-    report.print_tables(asked, console)
+    report.summary_table(every).to_csv(folder / f"{prefix}summary.csv", index=False)
+    report.budget_table(every).to_csv(folder / f"{prefix}budgets.csv", index=False)
+    report.draw_all(every, folder / "figures")
+    report.print_tables(pd.DataFrame(asked), console)
     console.print(f"\n{folder}", highlight=False, soft_wrap=True)
     return folder
 

@@ -8,6 +8,7 @@ in the cache folder, in the form that it saves itself and reads in less than a s
 import hashlib
 import importlib.util
 import json
+import logging as standard_logging
 import os
 import shutil
 import sys
@@ -138,9 +139,12 @@ def quiet_transformers() -> Iterator[None]:
     from transformers import modeling_gguf_pytorch_utils as gguf_loader
     from transformers.utils import logging
 
+    hub = standard_logging.getLogger("huggingface_hub")  # tells of every retry
     verbosity, had_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_level = hub.level
     gguf_progress_bar = gguf_loader.tqdm  # taken from tqdm itself, past transformers' own switch
     logging.set_verbosity_error()
+    hub.setLevel(standard_logging.ERROR)
     logging.disable_progress_bar()
     gguf_loader.tqdm = partial(gguf_progress_bar, disable=True)
     try:
@@ -148,6 +152,7 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         gguf_loader.tqdm = gguf_progress_bar
         logging.set_verbosity(verbosity)
+        hub.setLevel(hub_level)
         if had_progress_bar:
             logging.enable_progress_bar()
 

@@ -6,7 +6,8 @@ has two lines, of which the later one counts.
 
 The fields of a record; what was not measured is absent or null, never 0:
 
-* identity: study, cell (its key), backend (canonical spec), backend_name, batch_size, num_heads, num_kv_heads,
+* identity: study, cell (its key), backend (canonical spec), backend_name, backend_source (of a backend from elsewhere:
+  a digest of its file), batch_size, num_heads, num_kv_heads,
   seq_len, head_dim, dtype, device, mask, input, pass ("forward", "forward_backward" or "decode"), seed;
 * outcome: status ("ok", "unsupported", "out_of_memory", "crashed", "timeout" or "error"), reason, impl (what ran),
   input_description;

@@ -58,7 +58,8 @@ def sweep(
     with RecordWriter(folder / "records.jsonl") as writer:
         study.save(folder / "study.yaml")
         cells = study.cells()
-        if todo := running.unmeasured(cells, read(writer.path), machine, console, retry=retry):
+        known = read(writer.path)
+        if todo := running.unmeasured(cells, known, machine, console, source_of=_source_of, retry=retry):
             _measure(todo, study, machine, writer, console)
     return draw(folder, console)
 
@@ -156,6 +157,7 @@ def _measure(cells: list[Cell], study: Study, machine: Machine, writer: RecordWr
                 {
                     "study": study.name,
                     **cell.identity,
+                    "backend_source": _source_of(cell),
                     "status": outcome.status,
                     "reason": outcome.reason,
                     **outcome.measured,
@@ -166,6 +168,10 @@ def _measure(cells: list[Cell], study: Study, machine: Machine, writer: RecordWr
                 }
             )
             advance(cell, outcome)
+
+
+def _source_of(cell: Cell) -> str | None:
+    return running.backend_source([effattn.get(cell.backend)])
 
 
 class _Advance:

@@ -50,6 +50,10 @@ class Served:
         return cls(f"{path.stem}@{digest[:8]}", backends)
 
     @property
+    def all_backends(self) -> tuple[Backend, ...]:
+        return (self.backends,) if isinstance(self.backends, Backend) else tuple(self.backends.values())
+
+    @property
     def is_by_layer(self) -> bool:
         return isinstance(self.backends, Mapping)
 
