@@ -162,6 +162,12 @@ def test_a_missing_package_or_file_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         models.load("llm-nowhere")
     with pytest.raises(ValueError, match=r"models: model must be a file that exists, got 'no\.gguf'"):
         models.load("no.gguf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        OSError, match="models: model 'no-such-model' is no package, folder or GGUF file here"
+    ) as caught:
+        models.load("no-such-model")
+    assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="models: model must be a package, a folder, a GGUF file or an id, got ''"):
         models.load("")
 

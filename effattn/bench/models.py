@@ -50,7 +50,7 @@ def load(name: str, head: Literal["causal", "masked", "none"] = "causal") -> tup
     import transformers
 
     path = locate(name)
-    with quiet_transformers():
+    with quiet_transformers(), _named(name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
         loader = getattr(transformers, _CLASSES[head])
         model, loaded = loader.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
@@ -72,7 +72,7 @@ def config(name: str) -> Any:
     from transformers import AutoConfig
 
     path = locate(name)
-    with quiet_transformers():
+    with quiet_transformers(), _named(name):
         return AutoConfig.from_pretrained(path)
 
 
@@ -115,7 +115,8 @@ def fingerprint(name: str) -> list[tuple[str, int, int]] | str:
 
     from transformers.utils.hub import cached_file, extract_commit_hash
 
-    commit = extract_commit_hash(cached_file(name, "config.json"), None)
+    with quiet_transformers(), _named(name):
+        commit = extract_commit_hash(cached_file(name, "config.json"), None)
     assert commit is not None, f"the configuration of {name} lies outside the Hub's cache"
     return commit
 
@@ -155,6 +156,18 @@ def quiet_transformers() -> Iterator[None]:
         hub.setLevel(hub_level)
         if had_progress_bar:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """What transformers says of a model that the Hub does not have, or that cannot be reached, in one line."""
+    try:
+        yield
+    except OSError as error:
+        if _local_path(name) is not None:
+            raise
+        words = f"models: model {name!r} is no package, folder or GGUF file here, and as an id of the Hugging Face Hub:"
+        raise OSError(f"{words} {' '.join(str(error).split())}") from error
 
 
 def _require(package: str) -> None:
