@@ -103,7 +103,7 @@ def test_a_backend_that_cannot_is_a_row_with_its_reason(run):
 
 @pytest.mark.parametrize(
     ("grad_layers", "with_gradients", "said"),
-    [("all", {0, 1, 2}, "3 layers ·"), ([2, 0], {0, 2}, "3 layers (gradients of 2) ·"), ([], set(), "3 layers ·")],
+    [("all", {0, 1, 2}, "3 layers ·"), ([2, 0], {0, 2}, "3 layers (gradients in 2) ·"), ([], set(), "3 layers ·")],
 )
 def test_layers_with_gradients(run, grad_layers, with_gradients, said):
     records, printed, folder = run(seq_lens=[64], backends=["sliding_window(left=8)"], grad_layers=grad_layers)
@@ -221,6 +221,40 @@ def test_a_ladder_is_a_spec_without_its_numbers():
     anchors = "lsh(num_hashes=3, hashing='anchors', local=True, sinks=4)"
     assert error_report.ladder(anchors) == "lsh(hashing='anchors', local=True)"
     assert error_report.ladder("sdpa") == "sdpa"
+
+
+def test_headings_say_what_the_backends_share(run):
+    alone, small, large = "sliding_window(left=8)", *(f"lsh(bucket_size={n}, sinks=4)" for n in (8, 16))
+    records = pd.DataFrame(run(backends=[alone, small, large])[0])
+    legend = error_report._density_figure(records).legends[0]
+    labels = [text.get_text().replace("\n", "").replace("(  ", "(") for text in legend.get_texts()]
+    assert labels[:2] == [alone, "lsh(sinks=4)"]
+    longest = records[records["seq_len"] == 128]
+    figure = error_report._head_figure(longest)
+    window, unused, left, right, bar = figure.axes
+    means = error_report.summary_table(longest).set_index("backend")["rel_l2"].map("{:.3f}".format)
+    assert window.get_title(loc="left") == f"{alone}\nmean {means[alone]}"
+    assert left.get_title(loc="left").split("\n")[0] == "lsh(sinks=4)"
+    of_panels = {left.get_title(loc="left").split("\n")[-1], right.get_title(loc="left")}
+    assert of_panels == {f"bucket_size={n}: mean {means[spec]}" for n, spec in ((8, small), (16, large))}
+    figure.draw_without_rendering()
+    assert window.get_position().width == pytest.approx(left.get_position().width)
+    assert (unused.axison, bar.get_ylabel()) == (False, "relative L2")
+    titles = [ax.get_title(loc="left") for ax in error_report._position_figure(longest).axes]
+    assert titles == [alone, "lsh(sinks=4)"]
+
+
+def test_without_any_density_the_other_figures_are_drawn(run, tmp_path):
+    records = pd.DataFrame(run(backends=["sliding_window(left=8)"])[0]).drop(columns="density")
+    paths = error_report.draw_all(records, tmp_path / "figures")
+    assert [path.name for path in paths if path.suffix == ".png"] == ["error_by_head.png", "error_vs_position.png"]
+
+
+def test_a_lone_step_shows_what_as_many_keys_could(run):
+    records = pd.DataFrame(run(backends=["sliding_window(left=8)"])[0])
+    for ax in error_report._density_figure(records).axes:
+        (floor,) = (line for line in ax.lines if line.get_linestyle() == "--")
+        assert floor.get_marker() == "_"
 
 
 def test_measuring_leaves_the_global_generator(run):

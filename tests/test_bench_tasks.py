@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -20,6 +21,7 @@ import effattn
 from effattn.bench import answer_report, tasks
 from effattn.bench.capture import CaptureSource
 from effattn.bench.evaluate import Reader, evaluate
+from effattn.bench.figures import styles
 from effattn.bench.records import read
 from effattn.bench.served import Served
 from effattn.bench.tasks import Loss, Masked, Needle, Recall, Sample, Scores, wilson
@@ -551,6 +553,17 @@ def test_what_failed_is_listed_and_left_out_of_the_figure(tmp_path):
     assert answer_report.draw_all(records, tmp_path)
     assert answer_report.draw_all(pd.DataFrame([bad]), tmp_path) == []
     assert ["512", "none"] in printed_tables(pd.DataFrame([bad]))
+
+
+def test_backends_stand_side_by_side_and_full_attention_between_them():
+    rows = RECORDS[RECORDS["seq_len"] == 512]
+    (ax,) = answer_report._distance_figure(rows, styles(rows["backend"])).axes
+    by_color = {line.get_color(): line.get_xdata()[0] for line in ax.lines}
+    assert by_color.pop("#000000") == pytest.approx(16 * 2**0.5)
+    shifts = np.log2([x / (16 * 2**0.5) for x in by_color.values()])
+    assert shifts == pytest.approx([-0.1875, -0.0625, 0.0625, 0.1875])
+    first, *_ = ax.collections[0].get_segments()  # full attention's
+    assert first[:, 1] == pytest.approx(wilson(10, 10))
 
 
 def test_figures_are_drawn_the_same_each_time(tmp_path):

@@ -45,7 +45,7 @@ SUMMARY = (
 CAPTIONS = {
     "accuracy_vs_distance": (
         "Answers that are right, by the distance in tokens from where they stand to where they are asked for, in "
-        "octaves; bands are 95% intervals (Wilson)."
+        "octaves; bars are 95% intervals (Wilson)."
     ),
     "accuracy_vs_length": (
         "Masked tokens that are filled in right, and the loss of these above that of full attention; bands are 95% "
@@ -56,6 +56,7 @@ CAPTIONS = {
 _FULL_LOOK: dict[str, Any] = {"color": "#000000", "linewidth": 1.0, "zorder": 5}
 _MOST_PANELS = 3
 _RANGE_OCTAVES = 2  # of distance in a column of the table
+_SPREAD_OCTAVES = 0.5  # of distance, over which the backends stand side by side
 
 
 def summary_table(records: pd.DataFrame) -> pd.DataFrame:
@@ -189,13 +190,15 @@ def _distance_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     shown = rows[rows["seq_len"].isin(lengths)]
     figure = Figure(figsize=(2.4 * len(lengths) + 2.4, 2.9), layout="constrained")
     axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    names = [name for name, _ in drawn(shown, style)]
+    shift = {name: ((i + 0.5) / len(names) - 0.5) * _SPREAD_OCTAVES for i, name in enumerate(names)}
     for ax, seq_len in zip(axes, lengths, strict=True):
         of_length = shown[shown["seq_len"] == seq_len]
         first = of_length.iloc[0]
         _draw_by_distance(ax, first, "full_correct_by_distance", _FULL_LOOK)
         for name, look in drawn(of_length, style):
             row = of_length[of_length["backend"] == name].iloc[0]
-            _draw_by_distance(ax, row, "correct_by_distance", asdict(look))
+            _draw_by_distance(ax, row, "correct_by_distance", asdict(look), shift[name])
         edges = [*first["distance_bins"], 2 * first["distance_bins"][-1]]
         ax.set(xscale="log", xlim=(edges[0], edges[-1]), ylim=(-0.02, 1.02))
         ax.set_xticks(edges[::2], [length_label(edge) for edge in edges[::2]])
@@ -209,11 +212,12 @@ def _distance_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     return figure
 
 
-def _draw_by_distance(ax: Axes, row: pd.Series, field: str, look: dict[str, Any]) -> None:
-    middles = 2**0.5 * np.asarray(row["distance_bins"])
+def _draw_by_distance(ax: Axes, row: pd.Series, field: str, look: dict[str, Any], shift: float = 0.0) -> None:
+    """A line through the middles of the bins, ``shift`` octaves to the right, and bars that others leave visible."""
+    middles = 2 ** (0.5 + shift) * np.asarray(row["distance_bins"])
     pairs = list(zip(row[field], row["answers_by_distance"], strict=True))
     low, high = zip(*(wilson(right, asked) for right, asked in pairs), strict=True)
-    ax.fill_between(middles, low, high, color=look["color"], alpha=0.12, linewidth=0)
+    ax.vlines(middles, low, high, color=look["color"], linewidth=0.8, zorder=look.get("zorder", 2))
     ax.plot(middles, [right / asked for right, asked in pairs], clip_on=False, **look)
 
 

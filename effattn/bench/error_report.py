@@ -6,7 +6,6 @@ a ladder, joined by a line in figures.
 """
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from rich.text import Text
 from scipy.special import stdtrit
 
 import effattn
-from effattn.bench.figures import RC, length_label, log_axis, save_figure, styles
-from effattn.bench.words import broken, number
+from effattn.bench.figures import RC, add_title, length_label, log_axis, lone_point, save_figure, styles
+from effattn.bench.words import broken, family, folded, number
 
 CONDITIONS = ("model", "dtype", "device", "machine")
 MEANS = ("rel_l2", "rel_l1", "rmse", "cosine", "recall", "oracle_rel_l2", "approximation_rel_l2")
@@ -50,6 +49,7 @@ CAPTIONS = {
 
 _EXACT = 1e-4  # relative L2 error: below is rounding
 _GREY = "#666666"
+_PANEL_CHARACTERS = 44  # on a panel of a layer and head figure
 _DASHES = (0, (4, 2))
 
 
@@ -149,11 +149,11 @@ def print_tables(records: pd.DataFrame, console: Console) -> None:
     first, texts = summary.iloc[0], ", ".join(records["text"].unique())
     layers = f"{first['layers']} layers"
     if 0 < first["grad_layers"] < first["layers"]:
-        layers += f" (gradients of {first['grad_layers']})"
+        layers += f" (gradients in {first['grad_layers']})"
     console.print(Text("\n" + " · ".join((first["model"], f"reading {texts}", layers, first["dtype"])), style="bold"))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    headings = ("length", "backend", "density", "rel L2", "over texts", "oracle", "recall", "worst head", "gradients")
-    for heading in headings:
+    headings = ("length", "backend", "density", "rel L2", "over texts", "oracle", "recall", "worst head")
+    for heading in (*headings, "gradients of q, k, v"):
         table.add_column(heading, justify="left" if heading == "backend" else "right", no_wrap=True)
     ok = summary[summary["status"] == "ok"]
     for seq_len in sorted(ok["seq_len"].unique()):
@@ -195,8 +195,8 @@ def _error(value: float) -> str:
 def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
     """Draw error against density, by layer and head and by position, as PNG (200 dpi) and PDF; returns their paths.
 
-    Exact backends have no place on a logarithmic axis of errors and are left out; where nothing else was measured there
-    is nothing to draw.
+    Exact backends have no place on a logarithmic axis of errors and are left out, and those that choose no keys have no
+    density; where nothing is left to draw there is no figure.
     """
     out.mkdir(parents=True, exist_ok=True)
     ok = records[records["status"] == "ok"]
@@ -206,11 +206,8 @@ def draw_all(records: pd.DataFrame, out: Path) -> list[Path]:
         return []
     longest = rows[rows["seq_len"] == rows["seq_len"].max()]
     with mpl.rc_context(RC):
-        figures = {
-            "error_vs_density": _density_figure(rows),
-            "error_by_head": _head_figure(longest),
-            "error_vs_position": _position_figure(longest),
-        }
+        figures = {"error_vs_density": _density_figure(rows)} if len(_of(rows, "density")) else {}
+        figures |= {"error_by_head": _head_figure(longest), "error_vs_position": _position_figure(longest)}
         return [path for name, figure in figures.items() for path in save_figure(figure, out / name)]
 
 
@@ -218,17 +215,17 @@ def _density_figure(rows: pd.DataFrame) -> Figure:
     """A panel a length; a line a ladder."""
     summary = summary_table(rows)
     summary = summary[summary["density"].notna()]
-    summary = summary.assign(ladder=summary["backend"].map(ladder))
     lengths = sorted(summary["seq_len"].unique())
-    look = styles(summary["ladder"])
+    families = _families(rows[rows["backend"].isin(summary["backend"])])
+    look = styles(families)
     figure = Figure(figsize=(2.5 + 2.6 * len(lengths), 3.0), layout="constrained")
     axes = list(figure.subplots(1, len(lengths), sharey=True, squeeze=False).flat)
     for ax, seq_len in zip(axes, lengths, strict=True):
         at_length = summary[summary["seq_len"] == seq_len].sort_values("density")
         for name, style in look.items():
-            steps = at_length[at_length["ladder"] == name]
+            steps = at_length[at_length["backend"].isin(families[name])]
             floor = {"color": style.color, "linewidth": 0.9, "linestyle": _DASHES, "zorder": 0}
-            ax.plot(steps["density"], steps["oracle_rel_l2"], **floor)
+            ax.plot(steps["density"], steps["oracle_rel_l2"], **floor, **lone_point(steps, style.color))
             ax.plot(steps["density"], steps["rel_l2"], color=style.color, marker=style.marker, clip_on=False)
             ax.vlines(steps["density"], steps["rel_l2_low"], steps["rel_l2_high"], color=style.color, linewidth=0.8)
         ax.set(xscale="log", yscale="log", title=f"{length_label(seq_len)} tokens", xlabel="density")
@@ -236,7 +233,7 @@ def _density_figure(rows: pd.DataFrame) -> Figure:
     log_axis([ax.yaxis for ax in axes], 10)
     for ax in axes:
         log_axis([ax.xaxis], 10, count=5)
-    figure.suptitle(_title(rows, 30 + 30 * len(lengths)), x=0.01, ha="left")
+    add_title(figure, _title(rows))
     lines = [Line2D([], [], color=style.color, marker=style.marker) for style in look.values()]
     lines.append(Line2D([], [], color=_GREY, linewidth=1, linestyle=_DASHES))
     figure.legend(
@@ -247,55 +244,47 @@ def _density_figure(rows: pd.DataFrame) -> Figure:
 
 def _head_figure(rows: pd.DataFrame) -> Figure:
     """A row a ladder, a panel a step of it: layers to the right, heads downwards."""
-    steps = _ladders(rows)
-    grids = {spec: _grid(rows[rows["backend"] == spec]) for specs in steps.values() for spec in specs}
+    families = _families(rows)
+    means = summary_table(rows).set_index("backend")["rel_l2"]
+    grids = {spec: _grid(rows[rows["backend"] == spec]) for own in families.values() for spec in own}
     values = np.concatenate([grid.to_numpy().ravel() for grid in grids.values()])
     norm = LogNorm(max(np.nanquantile(values, 0.02), 1e-3), np.nanmax(values))
     colors = sns.color_palette("rocket_r", as_cmap=True)
-    columns = max(map(len, steps.values()))
+    columns = max(map(len, families.values()))
     heads, layers = next(iter(grids.values())).shape
-    figure = Figure(
-        figsize=(2.5 * columns + 0.8, 0.5 + len(steps) * (0.55 + min(0.085 * heads, 2))), layout="constrained"
-    )
-    bands = figure.subfigures(len(steps), 1, squeeze=False)[:, 0]
-    for band, (name, specs) in zip(bands, steps.items(), strict=True):
-        band.suptitle(_folded(name, 90), x=0.01, ha="left", fontsize=7.5)
-        axes = band.subplots(1, columns, squeeze=False)[0]
-        for ax, spec in zip(axes, specs, strict=False):
+    headings = [folded(heading, _PANEL_CHARACTERS) for heading in families]
+    height = 0.5 + len(families) * (0.45 + min(0.085 * heads, 2)) + 0.1 * sum(1 + each.count("\n") for each in headings)
+    figure = Figure(figsize=(2.5 * columns + 0.8, height), layout="constrained")
+    axes = figure.subplots(len(families), columns, squeeze=False)
+    for of_row, heading, own in zip(axes, headings, families.values(), strict=True):
+        for ax, (spec, differing) in zip(of_row, own.items(), strict=False):
             grid = grids[spec]
             image = ax.imshow(grid.to_numpy(), aspect="auto", cmap=colors, norm=norm, interpolation="nearest")
-            ax.set_title(f"{_step(spec, specs)}mean {grid.to_numpy().mean():.2g}", loc="left", fontsize=7)
+            title = folded(f"{differing}: mean {_error(means[spec])}".removeprefix(": "), _PANEL_CHARACTERS)
+            ax.set_title(f"{heading}\n{title}" if ax is of_row[0] else title, loc="left", fontsize=7)
             ax.spines[["top", "right"]].set_visible(True)
             ax.set_xticks(range(0, layers, max(layers // 6, 1)), grid.columns[:: max(layers // 6, 1)])
             ax.set_yticks(range(0, heads, max(heads // 3, 1)))
             ax.tick_params(labelsize=6.5, length=2)
             ax.set_xlabel("layer", fontsize=7, labelpad=1)
-        axes[0].set_ylabel("head", fontsize=7)
-        for ax in axes[len(specs) :]:
+        of_row[0].set_ylabel("head", fontsize=7)
+        for ax in of_row[len(own) :]:
             ax.set_axis_off()
-        bar = band.colorbar(image, ax=axes, aspect=12, pad=0.01, label="relative L2")
-        bar.ax.tick_params(labelsize=6.5)
-        bar.ax.yaxis.label.set_size(7)
-        log_axis([bar.ax.yaxis], 10, count=5)
-    figure.suptitle(_title(rows, 100), x=0.01, ha="left")
+    bar = figure.colorbar(image, ax=axes, aspect=12 * len(families), pad=0.01, label="relative L2")
+    bar.ax.tick_params(labelsize=6.5)
+    bar.ax.yaxis.label.set_fontsize(7)
+    log_axis([bar.ax.yaxis], 10, count=8)
+    add_title(figure, _title(rows))
     return figure
 
 
-def _ladders(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """The backends of each ladder by their density."""
+def _families(rows: pd.DataFrame) -> dict[str, dict[str, str]]:
+    """A ladder by what its backends share, its backends by density, and of each the fields that they do not share."""
     density = rows.groupby("backend")["density"].mean() if "density" in rows else pd.Series(dtype=float)
     steps: dict[str, list[str]] = {}
     for spec in sorted(styles(rows["backend"]), key=lambda spec: density.get(spec, 0.0)):
         steps.setdefault(ladder(spec), []).append(spec)
-    return {name: steps[name] for name in styles(steps)}
-
-
-def _step(spec: str, specs: Sequence[str]) -> str:
-    """``left=64: `` where the others of the ladder differ in ``left``; empty where there are none."""
-    fields = [vars(effattn.get(each)) for each in specs]
-    differ = [name for name in fields[0] if any(each[name] != fields[0][name] for each in fields)]
-    own = vars(effattn.get(spec))
-    return ", ".join(f"{name}={own[name]}" for name in differ) + ": " if differ else ""
+    return dict(family(steps[name]) for name in styles(steps))
 
 
 def _grid(rows: pd.DataFrame) -> pd.DataFrame:
@@ -306,52 +295,42 @@ def _grid(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _position_figure(rows: pd.DataFrame) -> Figure:
     """A panel a ladder, a line a step. Where a backend is exact there is no line."""
-    steps, look = _ladders(rows), styles(rows["backend"])
-    columns = min(len(steps), 4)
-    lines = math.ceil(len(steps) / columns)
+    families, look = _families(rows), styles(rows["backend"])
+    columns = min(len(families), 4)
+    lines = math.ceil(len(families) / columns)
     figure = Figure(figsize=(2.25 * columns + 0.4, 0.4 + 2.5 * lines), layout="constrained")
     axes = list(figure.subplots(lines, columns, sharey=True, sharex=True, squeeze=False).flat)
     seq_len = int(rows["seq_len"].iloc[0])
-    for ax, (name, specs) in zip(axes, steps.items(), strict=False):
-        for spec in specs:
+    for ax, (heading, own) in zip(axes, families.items(), strict=False):
+        for spec, differing in own.items():
             of_texts = [
                 np.median(np.array(of_text["rel_l2_by_position"].to_list(), dtype=float), axis=0)
                 for _, of_text in rows[rows["backend"] == spec].groupby("text")
             ]
             errors = np.exp(np.log(np.clip(of_texts, 1e-12, None)).mean(0))
             middle = (np.arange(len(errors)) + 0.5) * seq_len / len(errors)
-            label = _step(spec, specs).removesuffix(": ") or None
             shown = np.where(errors > _EXACT, errors, np.nan)
-            ax.plot(middle, shown, color=look[spec].color, marker=look[spec].marker, label=label)
+            ax.plot(middle, shown, color=look[spec].color, marker=look[spec].marker, label=differing)
         ax.set(yscale="log", xlim=(0, seq_len))
-        ax.set_title(_folded(name, 30), loc="left", fontsize=7)
-        if len(specs) > 1:
+        ax.set_title(broken(heading), loc="left", fontsize=7)
+        if len(own) > 1:
             ax.legend(fontsize=6.5, loc="lower right")
         ax.set_xticks([i * seq_len // 4 for i in range(5)], [length_label(i * seq_len // 4) for i in range(5)])
         ax.tick_params(labelsize=7)
-    for ax in axes[len(steps) :]:
+    for ax in axes[len(families) :]:
         ax.set_axis_off()
-    log_axis([ax.yaxis for ax in axes[: len(steps)]], 10)
+    log_axis([ax.yaxis for ax in axes[: len(families)]], 10)
     axes[0].set_ylim(bottom=axes[0].get_ylim()[0] / 1.6)  # room for the legends
     figure.supxlabel("position (tokens)", fontsize=8)
     axes[0].set_ylabel("error against full attention\n(relative L2)")
-    figure.suptitle(_title(rows, 100), x=0.01, ha="left")
+    add_title(figure, _title(rows))
     return figure
 
 
-def _folded(spec: str, width: int = 24) -> str:
-    name, bracket, fields = spec.partition("(")
-    return textwrap.fill(f"{name}{bracket} {fields}", width).replace("( ", "(").replace("(\n", "(\n ")
-
-
-def _title(rows: pd.DataFrame, width: int) -> str:
-    """What was measured, on as many lines of ``width`` characters as it needs."""
+def _title(rows: pd.DataFrame) -> str:
+    """What was measured."""
     first = rows.iloc[0]
     words = [f"{first['model']} reading {', '.join(rows['text'].unique())}", first["dtype"], first["machine"]]
     if rows["seq_len"].nunique() == 1:
         words.insert(1, f"{first['seq_len']:,} tokens")
-    lines = [words[0]]
-    for word in words[1:]:
-        longer = f"{lines[-1]} · {word}"
-        lines = [*lines[:-1], longer] if len(longer) <= width else [*lines, word]
-    return "\n".join(lines)
+    return " · ".join(words)

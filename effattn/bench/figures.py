@@ -11,7 +11,7 @@ files hold no time stamp: equal records give equal bytes.
 import re
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
+
+from effattn.bench.words import broken, folded, on_lines
 
 CONDITIONS = (
     "study", "machine", "input", "dtype", "mask", "device",
@@ -104,6 +106,8 @@ _ROW_HEIGHT = 0.07  # of the axes: one row of failure marks at the top edge
 _STRIP_HEIGHT = 0.08, 0.4  # of the axes: one exact backend below the error axis, and all at most
 _TRADE_OFF_LENGTHS = 3
 _LEGEND_LINE_INCHES = 0.15
+_TITLE_CHARACTERS = 14  # an inch, at the size of titles
+_TITLE_LINE_INCHES = 0.15
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,12 @@ def conditions_title(rows: pd.DataFrame) -> tuple[str, str]:
     return line(CONDITIONS[:3]), line(CONDITIONS[3:])
 
 
+def lone_point(values: Collection[Any], color: str | tuple[float, float, float]) -> dict[str, Any]:
+    """The look of a line's points: a short dash where there is but one, of which no line can be seen."""
+    dash = {"marker": "_", "markersize": 9, "markeredgecolor": color, "markeredgewidth": 1}
+    return dash if len(values) == 1 else {}
+
+
 def pareto_front(costs: Sequence[float], errors: Sequence[float]) -> list[bool]:
     """Which of some backends are beaten by none: by none that costs no more and errs less, or the other way around.
 
@@ -324,7 +334,7 @@ def _against_length(
     """Panels side by side over one vertical axis, and a legend that accounts for every backend."""
     panels = panels or [Panel("", rows, "time_ms")]
     cells = [panel.cells(zeros) for panel in panels]
-    broken = [name for name in style if any(_is_broken(of_panel, name) for of_panel in cells)]
+    gappy = [name for name in style if any(_has_gaps(of_panel, name) for of_panel in cells)]
     figure = Figure(figsize=(2.7 * len(panels) + 2.1, 2.9), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, panel in zip(axes, panels, strict=True):
@@ -334,10 +344,10 @@ def _against_length(
         _length_axis(ax, panel.rows["seq_len"])
         if panel.level is not None:
             ax.plot(ax.get_xlim(), [panel.level] * 2, color=_GREY, linewidth=0.8, linestyle=_DASHES, zorder=0)
-    log_axis([ax.yaxis for ax in axes], base, top=len(broken) * _ROW_HEIGHT)
+    log_axis([ax.yaxis for ax in axes], base, top=len(gappy) * _ROW_HEIGHT)
     for ax, of_panel in zip(axes, cells, strict=True):
-        for i, name in enumerate(broken):
-            if _is_broken(of_panel, name):
+        for i, name in enumerate(gappy):
+            if _has_gaps(of_panel, name):
                 failed = of_panel[(of_panel["backend"] == name) & (of_panel["status"] != "ok")]
                 height, across = 1 - (i + 0.5) * _ROW_HEIGHT, ax.get_xaxis_transform()
                 ax.plot(failed["seq_len"], [height] * len(failed), transform=across, **_failure(style[name]))
@@ -354,7 +364,7 @@ def _against_length(
     return figure
 
 
-def _is_broken(cells: pd.DataFrame, name: str) -> bool:
+def _has_gaps(cells: pd.DataFrame, name: str) -> bool:
     """Whether a backend is drawn in a panel, but not at every length because some cells failed."""
     of_backend = cells[cells["backend"] == name]
     return bool((of_backend["state"] == "").any() and (of_backend["status"] != "ok").any())
@@ -463,10 +473,21 @@ def _draw_point(ax: Axes, times_ms: list[float], height: float, look: Style, **t
 
 
 def _add_title(figure: Figure, rows: pd.DataFrame) -> None:
-    width, seeds = int(15 * figure.get_figwidth()), rows["seed"].nunique()
-    lines = [line.replace(" ", "\u00a0").replace("\u00a0·\u00a0", " · ") for line in conditions_title(rows) if line]
-    title = "\n".join(textwrap.fill(line, width) for line in lines)  # between the items, not within them
-    figure.suptitle(title + (f" · median of {seeds} seeds" if seeds > 1 else ""), x=0.01, ha="left")
+    of, shape = conditions_title(rows)
+    seeds = f"median of {rows['seed'].nunique()} seeds" if rows["seed"].nunique() > 1 else ""
+    add_title(figure, of, " · ".join(filter(None, (shape, seeds))))
+
+
+def add_title(figure: Figure, *lines: str) -> None:
+    """A title of lines, whose parts " · " joins.
+
+    Where the figure is too narrow they are broken between parts, and it grows by the lines that this adds.
+    """
+    width = int(_TITLE_CHARACTERS * figure.get_figwidth())
+    fitting = [on_lines(re.split("(?<= ·) ", line), width) for line in lines if line]
+    added = sum(line.count("\n") for line in fitting)
+    figure.set_figheight(figure.get_figheight() + _TITLE_LINE_INCHES * added)
+    figure.suptitle("\n".join(fitting).replace(" ·\n", "\n"), x=0.01, ha="left")
 
 
 def _add_legend(
@@ -492,7 +513,7 @@ def _add_legend(
             entries.append((Line2D([], [], **mark), name + where))
     if not entries:
         return
-    labels = [textwrap.fill(label, 34) for _, label in entries]
+    labels = [broken(label) if label in style else folded(label, 34) for _, label in entries]
     lines = sum(1 + label.count("\n") for label in labels)
     figure.set_figheight(max(figure.get_figheight(), _LEGEND_LINE_INCHES * (lines + 2)))
     legend = figure.legend([handle for handle, _ in entries], labels, loc="outside right center", fontsize=7)

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.console import Console
 from rich.text import Text
 
-from effattn.bench.figures import RC, Style, length_label, save_figure, styles
+from effattn.bench.figures import RC, Style, add_title, length_label, lone_point, save_figure, styles
 from effattn.bench.words import broken, number, spec_table
 
 BUDGETS = (0.01, 0.05, 0.2)  # of perplexity above full attention's
@@ -39,6 +39,7 @@ CAPTIONS = {
 
 FULL = "the model as loaded"
 GREY = "#666666"
+_FULL_LOOK: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": (0, (4, 2))}
 _NARROW = 30  # characters of a spec where two stand side by side
 _LEAST_EXCESS = 1e-4
 _POSITION_BINS = 16
@@ -83,6 +84,7 @@ def print_tables(records: pd.DataFrame, console: Console) -> None:
     summary = summary_table(records)
     print_conditions(summary, "", console)
     _print_budgets(budget_table(records), console)
+    console.print()
     _print_backends(summary, console)
     print_failed(summary, console)
 
@@ -160,8 +162,9 @@ def _print_backends(summary: pd.DataFrame, console: Console) -> None:
 
 
 def backend_cell(row: dict[Hashable, Any]) -> Text:
-    """A backend's spec, and that it failed where it did."""
-    return Text(broken(row["backend"])).append("" if row["status"] == "ok" else " failed", style="red")
+    """A backend's spec, and how it failed where it did."""
+    status = "" if row["status"] == "ok" else f" {row['status']}".replace("_", " ")
+    return Text(broken(row["backend"])).append(status, style="red")
 
 
 def by_length(rows: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
@@ -192,7 +195,7 @@ def _perplexity_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
     left, right = figure.subplots(1, 2)
     full = rows.groupby("seq_len")["full_perplexity"].first()
     lengths = full.index.to_numpy()
-    left.plot(lengths, full, color=GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=5)
+    left.plot(lengths, full, **_FULL_LOOK, **lone_point(lengths, GREY), zorder=5)
     for name, look in drawn(rows, style):
         of_backend = rows[rows["backend"] == name].set_index("seq_len").reindex(lengths)
         excess = (of_backend["perplexity_ratio"] - 1).clip(lower=_LEAST_EXCESS)
@@ -226,8 +229,8 @@ def _position_figure(rows: pd.DataFrame, style: dict[str, Style]) -> Figure:
         loss = np.asarray(longest.loc[longest["backend"] == name, "loss_by_position"].iloc[0])
         left.plot(positions, _binned(loss, per_bin), color=look.color, marker=look.marker)
         right.plot(positions, _binned(loss - full, per_bin), color=look.color, marker=look.marker)
-    left.plot(positions, _binned(full, per_bin), color=GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=5)
-    right.axhline(0, color=GREY, linewidth=1, linestyle=(0, (4, 2)), zorder=0)
+    left.plot(positions, _binned(full, per_bin), **_FULL_LOOK, **lone_point(positions, GREY), zorder=5)
+    right.axhline(0, **_FULL_LOOK, zorder=0)
     for ax in (left, right):
         ax.set(xlabel="position in the text (tokens)", xlim=(0, num_blocks * block))
     left.set_ylabel("loss (nats per token)")
@@ -253,10 +256,11 @@ def finish(figure: Figure, rows: pd.DataFrame, style: dict[str, Style], full: Li
     first = rows.iloc[0]
     task = first.get("task")  # of the oldest records none
     asked = task if isinstance(task, str) and task != "loss" else ""
-    words = (*_model_and_text(first, asked), first["dtype"], first["machine"])
-    longest = f" · {first['seq_len']:,} tokens" if rows["seq_len"].nunique() == 1 else ""
-    figure.suptitle(" · ".join(words) + longest, x=0.01, ha="left")
-    lines = [full or Line2D([], [], color=GREY, linewidth=1, linestyle=(0, (4, 2)))]
+    words = [*_model_and_text(first, asked), first["dtype"], first["machine"]]
+    if rows["seq_len"].nunique() == 1:
+        words.append(f"{first['seq_len']:,} tokens")
+    add_title(figure, " · ".join(words))
+    lines = [full or Line2D([], [], **_FULL_LOOK)]
     labels = ["full attention"]
     for name, look in drawn(rows, style):
         lines.append(Line2D([], [], color=look.color, marker=look.marker))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-import effattn
-from effattn.backend import literal
 from effattn.bench.capture import CaptureSource
 from effattn.bench.figures import RC, backend_name, save_figure, styles
 from effattn.bench.machine import Machine
@@ -39,7 +36,7 @@ from effattn.bench.recommend import (
     weighed,
 )
 from effattn.bench.tune import COSTS, EXACT, Tuning, candidates, save, tune
-from effattn.bench.words import broken
+from effattn.bench.words import broken, family
 
 _GREY = "#666666"
 _LEGEND_LINE_INCHES = 0.135
@@ -97,6 +94,8 @@ def print_tuning(tuning: Tuning, machine: str, console: Console) -> None:
         _print_layers(tuning, console)
     else:
         _print_choice(tuning, console)
+        words = f"Searched on {_named(tuning.layers)}; the file's one backend is for all layers of the model."
+        console.print(Text(words, style="dim"))
     shown = tuning.table[tuning.table["front"] | tuning.table["backend"].isin([tuning.backend, EXACT])]
     console.print(
         f"\nOne backend for all layers: what of {len(tuning.table) - 1} candidates lies on the Pareto front"
@@ -305,9 +304,9 @@ def _legend(
     labels = []
     for name, mark in marks.items():
         specs = [spec for spec in tuning.table["backend"] if backend_name(spec) == name]
-        shared, own = _parameters(specs)
+        heading, own = family(specs)
         handles.append(mark)
-        labels.append(name + (f"({shared})" if shared else ""))
+        labels.append(heading)
         for spec in filter(numbers.__contains__, specs):
             mark = {"marker": f"${numbers[spec]}$", "markeredgewidth": 0, "color": _GREY, "linestyle": "none"}
             mark["markersize"] = mpl.rcParams["lines.markersize"] * (1.5 if numbers[spec] > 9 else 1)  # scaled by width
@@ -317,24 +316,6 @@ def _legend(
     handles.append(Line2D([], [], color=BUDGET_COLOR, linewidth=0.8, linestyle=(0, (4, 2))))
     labels.append(f"the budget, {ERROR.text(tuning.max_error)}")
     return handles, labels
-
-
-def _parameters(specs: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """What all specs of a backend share, off its default, and what is left of each."""
-    backends = {spec: effattn.get(spec) for spec in specs}
-    first = next(iter(backends.values()))
-    shared, varying = [], []
-    for field in fields(first):  # type: ignore[arg-type]
-        values = {literal(getattr(backend, field.name)) for backend in backends.values()}
-        if len(values) > 1:
-            varying.append(field.name)
-        elif getattr(first, field.name) != field.default:
-            shared.append(f"{field.name}={values.pop()}")
-    own = {
-        spec: ", ".join(f"{name}={literal(getattr(backend, name))}" for name in varying)
-        for spec, backend in backends.items()
-    }
-    return ", ".join(shared), own
 
 
 def _finish(figure: Figure, tuning: Tuning, machine: str, handles: list[Any], labels: list[str]) -> None:
