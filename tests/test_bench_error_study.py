@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,36 @@ def test_a_study_from_before_there_was_a_choice_is_still_drawn(run):
     (folder / "study.yaml").write_text(yaml.safe_dump(study))
     summary = (folder / "summary.csv").read_text()
     assert error_runner.is_one(folder)
+    error_runner.draw(folder, Console(file=io.StringIO()))
+    assert (folder / "summary.csv").read_text() == summary
+
+
+def test_a_plugin_is_loaded_to_draw_what_it_measured(run, tmp_path, monkeypatch):
+    plugin = tmp_path / "error_study_plugin.py"
+    plugin.write_text("""
+from dataclasses import dataclass
+
+import effattn
+
+
+@effattn.register
+@dataclass(frozen=True)
+class Near(effattn.Backend):
+    name = "near_for_test_error_study"
+    reach: int = 8
+
+    def pattern(self, query, key, *, mask, query_offset):
+        return mask & effattn.Window(self.reach, 0)
+""")
+    spec = "near_for_test_error_study"
+    records, _, folder = run(seq_lens=[64], backends=[spec, f"{spec}(reach=16)"], plugins=[str(plugin)])
+    assert {record["status"] for record in records} == {"ok"}
+    assert all(record["backend_source"] for record in records)
+    summary = (folder / "summary.csv").read_text()
+    monkeypatch.delitem(effattn.backend._registry, spec)
+    for parsed in [parsed for parsed in effattn.backend._parsed if parsed.startswith(spec)]:
+        monkeypatch.delitem(effattn.backend._parsed, parsed)
+    monkeypatch.delitem(sys.modules, f"effattn_plugin_{plugin.stem}")
     error_runner.draw(folder, Console(file=io.StringIO()))
     assert (folder / "summary.csv").read_text() == summary
 

@@ -108,7 +108,7 @@ def draw(folder: Path, console: Console | None = None) -> Path:
     """Tables and figures in ``folder`` from its records of the study there; returns ``folder``.
 
     Raises:
-        ValueError: if ``folder`` holds no results of an error study.
+        ValueError: if ``folder`` holds no results of an error study, or a file of its plugins is gone.
     """
     import pandas as pd
 
@@ -117,9 +117,10 @@ def draw(folder: Path, console: Console | None = None) -> Path:
     console = console or running.terminal()
     if not is_one(folder):
         raise ValueError(f"errors: {folder} must hold the study.yaml and records.jsonl of an error study")
-    known = read(folder / "records.jsonl")
-    cells = ErrorStudy.parse(read_fields(folder / "study.yaml")).cells()
-    records = pd.DataFrame([known[cell.key] for cell in cells if cell.key in known])
+    study, known = ErrorStudy.parse(read_fields(folder / "study.yaml")), read(folder / "records.jsonl")
+    for plugin in study.plugins:  # what families its backends are of, they alone can tell
+        load_plugin(plugin)
+    records = pd.DataFrame([known[cell.key] for cell in study.cells() if cell.key in known])
     error_report.summary_table(records).to_csv(folder / "summary.csv", index=False)
     error_report.draw_all(records, folder / "figures")
     error_report.print_tables(records, console)
