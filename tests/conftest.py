@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import effattn
+
 torch.set_num_threads(1)
 
 TINY_LLAMA = {
@@ -17,6 +19,15 @@ TINY_LLAMA = {
     "intermediate_size": 48,
     "max_position_embeddings": 640,
 }
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[effattn.Backend]]:
+    """A registry of the test's own, so that what it registers is gone after it."""
+    effattn.names()  # finds them all
+    monkeypatch.setattr(effattn.backend, "_parsed", dict(effattn.backend._parsed))
+    monkeypatch.setattr(effattn.backend, "_registry", dict(effattn.backend._registry))
+    return effattn.backend._registry
 
 
 @pytest.fixture(scope="session")

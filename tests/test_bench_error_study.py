@@ -133,7 +133,7 @@ def test_a_study_from_before_there_was_a_choice_is_still_drawn(run):
     assert (folder / "summary.csv").read_text() == summary
 
 
-def test_a_plugin_is_loaded_to_draw_what_it_measured(run, tmp_path, monkeypatch):
+def test_a_plugin_is_loaded_to_draw_what_it_measured(run, registry, tmp_path, monkeypatch):
     plugin = tmp_path / "error_study_plugin.py"
     plugin.write_text("""
 from dataclasses import dataclass
@@ -155,9 +155,8 @@ class Near(effattn.Backend):
     assert {record["status"] for record in records} == {"ok"}
     assert all(record["backend_source"] for record in records)
     summary = (folder / "summary.csv").read_text()
-    monkeypatch.delitem(effattn.backend._registry, spec)
-    for parsed in [parsed for parsed in effattn.backend._parsed if parsed.startswith(spec)]:
-        monkeypatch.delitem(effattn.backend._parsed, parsed)
+    del registry[spec]
+    effattn.backend._parsed.clear()
     monkeypatch.delitem(sys.modules, f"effattn_plugin_{plugin.stem}")
     error_runner.draw(folder, Console(file=io.StringIO()))
     assert (folder / "summary.csv").read_text() == summary

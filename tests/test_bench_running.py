@@ -57,7 +57,7 @@ def test_what_other_code_has_measured_is_measured_again() -> None:
     assert "The code of mine has changed since 1 cells were measured" in printed
 
 
-def test_the_source_of_a_backend_is_its_file(tmp_path: Path) -> None:
+def test_the_source_of_a_backend_is_its_file(registry: dict[str, Any], tmp_path: Path) -> None:
     assert running.backend_source([effattn.get("sdpa"), effattn.get("lsh")]) is None
     path = tmp_path / "running_test_plugin.py"
     code = """
